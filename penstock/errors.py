@@ -1,0 +1,119 @@
+"""What can go wrong, one type per boundary.
+
+    PenstockError
+    ├── RefusedError              refused before anything ran; the CLI exits 2
+    │   ├── ConfigError           a configuration that cannot work, all problems at once
+    │   ├── DatasetError          rows that cannot be used, each with file:line
+    │   └── ModelError            a model that cannot be had or does not fit
+    ├── RolloutFailure            belongs to one rollout; becomes a `Failure` on its record, never a reward
+    │   ├── InfrastructureFailure   another try may help: engine, network, worker process (budget 3)
+    │   └── DataFailure             this prompt or this answer is the cause (budget 1)
+    ├── Interrupted               not a failure: a pause reached the rollout; its record continues later
+    └── RunError                  the run cannot go on; the CLI exits 1
+        ├── NotReady              a batch was asked for before its groups were complete
+        ├── DeadlineExceeded      a wait ended; names the stage and the rollout
+        ├── UserFunctionError     a user's hook raised; names the function
+        ├── CircuitOpen           too many rollouts fail; the run stops instead of eating the dataset
+        ├── EngineUnavailable     no engine is left, with the last failure of each
+        ├── WeightSyncError       no engine confirmed the new weights
+        ├── StepRefused           loss or gradient not finite; the weights are unchanged
+        ├── StorageError          a write failed; what was acknowledged before is still there
+        └── IllegalTransition     a group was asked to do what its state forbids; carries its story
+
+Retries are decided by `InfrastructureFailure` and `DataFailure` alone, and counted per rollout in `produce/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.rollout import Failure
+
+
+class PenstockError(Exception):
+    """Base of everything Penstock raises on purpose."""
+
+
+class RefusedError(PenstockError):
+    """Refused before anything ran. `problems` lists every one that was found."""
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class ConfigError(RefusedError):
+    pass
+
+
+class DatasetError(RefusedError):
+    pass
+
+
+class ModelError(RefusedError):
+    pass
+
+
+class RolloutFailure(PenstockError):
+    """One rollout's attempt failed. `reason` is a short stable word for metrics; the message is for people."""
+
+    infrastructure = False
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def as_failure(self) -> Failure:
+        return Failure(reason=self.reason, message=str(self), infrastructure=self.infrastructure)
+
+
+class InfrastructureFailure(RolloutFailure):
+    infrastructure = True
+
+
+class DataFailure(RolloutFailure):
+    pass
+
+
+class Interrupted(PenstockError):
+    """A pause reached this rollout. The agent loop's base class keeps the record so far as ABORTED."""
+
+
+class RunError(PenstockError):
+    pass
+
+
+class NotReady(RunError):
+    pass
+
+
+class DeadlineExceeded(RunError):
+    pass
+
+
+class UserFunctionError(RunError):
+    pass
+
+
+class CircuitOpen(RunError):
+    pass
+
+
+class EngineUnavailable(RunError):
+    pass
+
+
+class WeightSyncError(RunError):
+    pass
+
+
+class StepRefused(RunError):
+    pass
+
+
+class StorageError(RunError):
+    pass
+
+
+class IllegalTransition(RunError):
+    pass

@@ -1,0 +1,348 @@
+"""The records that flow through Penstock: one rollout, the group it belongs to, and what was said about it.
+
+A `RolloutState` is one attempt at one prompt. A group is a plain list of the K rollouts of one prompt, in order.
+Records are msgspec structs: they travel to disk and over sockets as they are, without pickle.
+
+    Prompt     what is asked; one object shared by the K rollouts of a group, never changed
+    Tokens     what was answered: ids, logprobs, loss mask and model steps, one length by construction
+    Verdict    the reward, with its parts; `Unjudged` when there is none, with the reason
+    Failure    why an attempt failed, as data
+
+Nothing here imports torch, ray or transformers.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+MaskArray = npt.NDArray[np.uint8]
+
+UNKNOWN_STEP = -1
+"""The model step of a token whose maker did not say. The replay buffer fills it with that of the attempt's start."""
+
+
+class Status(enum.StrEnum):
+    """Where one rollout stands. A group's status is derived from its rollouts: `get_group_status`."""
+
+    INIT = "init"
+    COMPLETED = "completed"
+    ABORTED = "aborted"
+    """Interrupted by a pause or a restart; may be retried."""
+    EXPIRED = "expired"
+    """Too stale to train."""
+    FAILED = "failed"
+    FILTERED = "filtered"
+    MAX_TRIES = "max_tries"
+    """Interrupted as often as allowed; waits for a tail batch."""
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    """The model ended its answer: end-of-text, a stop id or a stop string."""
+    LENGTH = "length"
+    """The token budget is used up."""
+    ABORT = "abort"
+    """Interrupted; the tokens so far were handed back."""
+
+
+class SampleParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How an answer is sampled. Training samples need top_p 1, top_k 0 and min_p 0 to have exact logprobs."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name} is {value}; it must be {rule}"
+            for name, value, fine, rule in (
+                ("temperature", self.temperature, self.temperature >= 0, "at least 0 (0 is greedy)"),
+                ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+                ("top_k", self.top_k, self.top_k >= 0, "at least 0 (0 is off)"),
+                ("min_p", self.min_p, 0 <= self.min_p < 1, "at least 0 and below 1"),
+                ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
+                ("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"),
+            )
+            if not fine
+        ]
+        if wrong:
+            raise ValueError("SampleParams: " + "; ".join(wrong))
+
+    @property
+    def truncates(self) -> bool:
+        """Whether sampling cuts the distribution, so that its logprobs are not the model's."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+class Verdict(msgspec.Struct, frozen=True, gc=False):
+    """A judger's answer: a finite score, its named parts, and optionally what the judge said."""
+
+    score: float
+    parts: dict[str, float] = {}
+    text: str | None = None
+
+
+class Unjudged(msgspec.Struct, frozen=True, gc=False):
+    """No score, and why. Never turned into a number."""
+
+    reason: str
+
+
+class Failure(msgspec.Struct, frozen=True, gc=False):
+    """Why an attempt failed: the boundary it crossed, the reason in a few words, and the message for people."""
+
+    reason: str
+    message: str
+    infrastructure: bool = False
+    """Whether another engine or another try may help; decides whose budget pays."""
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked. Shared by all rollouts of a group."""
+
+    messages: tuple[dict[str, Any], ...] = ()
+    ids: bytes = b""
+    """The rendered prompt, packed int32. Read it as an array through `RolloutState.prompt_ids`."""
+    ground_truth: Any = None
+    data_source: str = ""
+    tools: tuple[dict[str, Any], ...] = ()
+    extra_info: Mapping[str, Any] = {}
+
+
+class Tokens(msgspec.Struct, frozen=True, gc=False):
+    """An answer's tokens. Four columns that always have one length; `append` is the only way to grow.
+
+    Packed (int32, float32, uint8) because a run holds millions: 9 bytes a token and a few per run of one model step.
+    """
+
+    ids: bytes = b""
+    logprobs: bytes = b""
+    mask: bytes = b""
+    steps: tuple[tuple[int, int], ...] = ()
+    """Runs of (model step, number of tokens)."""
+
+    def __post_init__(self) -> None:
+        n = len(self.mask)
+        if len(self.ids) != 4 * n or len(self.logprobs) != 4 * n or sum(run[1] for run in self.steps) != n:
+            raise ValueError(
+                f"answer columns differ in length: {len(self.ids) // 4} ids, {len(self.logprobs) // 4} logprobs, "
+                f"{n} mask, {sum(run[1] for run in self.steps)} model steps; they must be equal"
+            )
+
+    def __len__(self) -> int:
+        return len(self.mask)
+
+    def append(
+        self,
+        ids: Sequence[int] | IntArray | bytes,
+        logprobs: Sequence[float] | FloatArray | bytes | None = None,
+        *,
+        model_step: int = UNKNOWN_STEP,
+        steps: Iterable[tuple[int, int]] | None = None,
+        trained: bool = True,
+    ) -> Tokens:
+        """These tokens and more. Without logprobs they are 0 and the tokens must not be trained (tool text)."""
+        packed = pack_ids(ids)
+        n = len(packed) // 4
+        if logprobs is None:
+            if trained:
+                raise ValueError("tokens without logprobs cannot be trained; pass trained=False for tool text")
+            packed_logprobs = bytes(4 * n)
+        else:
+            packed_logprobs = pack_logprobs(logprobs)
+        runs = ((model_step, n),) if steps is None else tuple(steps)
+        return Tokens(
+            self.ids + packed,
+            self.logprobs + packed_logprobs,
+            self.mask + (b"\x01" if trained else b"\x00") * n,
+            _join_runs(self.steps, runs),
+        )
+
+    def with_unknown_steps(self, model_step: int) -> Tokens:
+        """The same tokens, those of unknown origin ascribed to `model_step`."""
+        if all(step != UNKNOWN_STEP for step, _ in self.steps):
+            return self
+        runs = tuple((model_step if step == UNKNOWN_STEP else step, n) for step, n in self.steps)
+        return Tokens(self.ids, self.logprobs, self.mask, _join_runs((), runs))
+
+
+NO_TOKENS = Tokens()
+
+
+class Turn(msgspec.Struct, frozen=True, gc=False):
+    """One recorded call of an agent loop: a generation or a tool's answer. A restarted loop reads it back."""
+
+    kind: str
+    """`generate` or `tool`."""
+    num_tokens: int
+    finish_reason: FinishReason | None = None
+    """None for a tool; ABORT marks the turn that was interrupted and continues."""
+    text: str = ""
+    """A tool's answer."""
+
+
+class RolloutState(msgspec.Struct, kw_only=True):
+    """One attempt at one prompt, from drawing to training. Identity is stable over retries and restarts."""
+
+    prompt: Prompt
+    task_name: str = ""
+    group_id: str = ""
+    rollout_id: str = ""
+    draw: int = 0
+    """The group's position in its task's sequence of draws, from 0, over all epochs."""
+    response: Tokens = NO_TOKENS
+    response_text: str = ""
+    """The answer as the judger sees it: decoded, without special tokens and stop string. Set when it is finished."""
+    turns: tuple[Turn, ...] = ()
+    finish_reason: FinishReason | None = None
+    reward: Verdict | None = None
+    status: Status = Status.INIT
+    num_tries: int = 0
+    """How often this rollout was interrupted and started again."""
+    infrastructure_failures: int = 0
+    data_failures: int = 0
+    group_generate_time_s: float = 0.0
+    """Wall time of the attempt that finished the group, judging included."""
+    error: Failure | None = None
+
+    @property
+    def prompt_ids(self) -> IntArray:
+        return unpack_ids(self.prompt.ids)
+
+    @property
+    def messages(self) -> tuple[dict[str, Any], ...]:
+        return self.prompt.messages
+
+    @property
+    def ground_truth(self) -> Any:
+        return self.prompt.ground_truth
+
+    @property
+    def data_source(self) -> str:
+        return self.prompt.data_source
+
+    @property
+    def extra_info(self) -> Mapping[str, Any]:
+        return self.prompt.extra_info
+
+    @property
+    def response_ids(self) -> IntArray:
+        return unpack_ids(self.response.ids)
+
+    @property
+    def logprobs(self) -> FloatArray:
+        return np.frombuffer(self.response.logprobs, dtype=np.float32)
+
+    @property
+    def response_mask(self) -> MaskArray:
+        """1 where a token is trained, 0 for text the model did not write."""
+        return np.frombuffer(self.response.mask, dtype=np.uint8)
+
+    @property
+    def model_steps(self) -> IntArray:
+        """The model step that made each token."""
+        steps = [step for step, _ in self.response.steps]
+        counts = [n for _, n in self.response.steps]
+        return np.repeat(np.asarray(steps, dtype=np.int32), counts)
+
+    def fail(self, failure: Failure) -> None:
+        """End this attempt with a reason. The tokens stay for the story; a retry forgets them."""
+        self.status = Status.FAILED
+        self.reward = None
+        self.error = failure
+
+
+Group = list[RolloutState]
+
+
+def new_rollout(
+    prompt: str | Sequence[Mapping[str, Any]],
+    *,
+    ground_truth: Any = None,
+    data_source: str = "",
+    tools: Sequence[Mapping[str, Any]] = (),
+    extra_info: Mapping[str, Any] | None = None,
+) -> RolloutState:
+    """A rollout that asks `prompt` (a user's text, or chat messages). What a `to_rollout` function returns."""
+    messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(dict(m) for m in prompt)
+    return RolloutState(
+        prompt=Prompt(
+            messages=messages,
+            ground_truth=ground_truth,
+            data_source=data_source,
+            tools=tuple(dict(t) for t in tools),
+            extra_info=dict(extra_info or {}),
+        )
+    )
+
+
+_WORST_FIRST = (Status.FAILED, Status.MAX_TRIES, Status.ABORTED, Status.EXPIRED, Status.FILTERED)
+
+
+def get_group_status(group: Sequence[RolloutState]) -> Status:
+    """COMPLETED when all are; otherwise the first that occurs of FAILED, MAX_TRIES, ABORTED, EXPIRED, FILTERED.
+
+    Raises ValueError for an empty group and for one that still has an INIT rollout: those have no status.
+    """
+    statuses = {rollout.status for rollout in group}
+    if statuses == {Status.COMPLETED}:
+        return Status.COMPLETED
+    if not statuses:
+        raise ValueError("an empty group has no status")
+    if Status.INIT in statuses:
+        unplayed = [rollout.rollout_id for rollout in group if rollout.status is Status.INIT]
+        raise ValueError(f"group {group[0].group_id!r} has no status yet: {unplayed} were not played")
+    return next(status for status in _WORST_FIRST if status in statuses)
+
+
+def reset_rollout_response(rollout: RolloutState) -> None:
+    """Forget the answer and everything said about it. Identity, prompt, tries and status stay."""
+    rollout.response = NO_TOKENS
+    rollout.response_text = ""
+    rollout.turns = ()
+    rollout.finish_reason = None
+    rollout.reward = None
+    rollout.error = None
+
+
+def fill_model_steps(rollout: RolloutState, model_step: int) -> None:
+    """Ascribe tokens of unknown origin to `model_step`: the one at which the attempt started."""
+    rollout.response = rollout.response.with_unknown_steps(model_step)
+
+
+def pack_ids(ids: Sequence[int] | IntArray | bytes) -> bytes:
+    return ids if isinstance(ids, bytes) else np.asarray(ids, dtype=np.int32).tobytes()
+
+
+def unpack_ids(packed: bytes) -> IntArray:
+    return np.frombuffer(packed, dtype=np.int32)
+
+
+def pack_logprobs(logprobs: Sequence[float] | FloatArray | bytes) -> bytes:
+    return logprobs if isinstance(logprobs, bytes) else np.asarray(logprobs, dtype=np.float32).tobytes()
+
+
+def _join_runs(head: tuple[tuple[int, int], ...], tail: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """Concatenate runs; neighbours of one model step become one, empty ones vanish."""
+    joined: list[tuple[int, int]] = []
+    for step, n in (*head, *tail):
+        if n == 0:
+            continue
+        if joined and joined[-1][0] == step:
+            joined[-1] = (step, joined[-1][1] + n)
+        else:
+            joined.append((step, n))
+    return tuple(joined)
