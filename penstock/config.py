@@ -44,11 +44,13 @@ class Config(pydantic.BaseModel):
 
     def replace(self, path: str, value: Any) -> Self:
         """A copy with the field at a dotted path (`train.lr`, `manager.tasks.0.weight`) set. For `--set`."""
-        return _replace(self, path.split("."), value, path)
+        replaced: Self = _replace(self, path.split("."), value, path)
+        return replaced
 
     def describe(self) -> dict[str, Any]:
         """Plain data for `config.json`: each object's fields and its class; callables by their dotted name."""
-        return _describe(self)
+        described: dict[str, Any] = _describe(self)
+        return described
 
 
 def nearest(word: str, known: list[str]) -> str:

@@ -124,7 +124,10 @@ class Engine(Protocol):
     async def wake(self) -> None: ...
 
     async def load_weights(self, source: WeightSource, model_step: int) -> None:
-        """Replace the weights; requests frozen by a keep-pause go on under them. Raises WeightSyncError, old weights kept."""
+        """Replace the weights; requests frozen by a keep-pause go on under them.
+
+        Raises WeightSyncError, old weights kept, when names or shapes do not fit.
+        """
         ...
 
     async def model_step(self) -> int:
@@ -173,6 +176,10 @@ class AgentLoop(Protocol):
         """Abort this loop's own requests."""
         ...
 
+    def stage(self, rollout_id: str) -> str:
+        """What a rollout being played waits for, in a word; for the message of a stalled run."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -180,7 +187,10 @@ class TrainWorker(Protocol[BatchT]):
     """Holds the trained weights. Calls block; the trainer makes them in a thread."""
 
     def train(self, batch: BatchT) -> dict[str, float]:
-        """One train step; returns its metrics. Raises StepRefused, weights unchanged, when loss or gradient is not finite."""
+        """One train step; returns its metrics.
+
+        Raises StepRefused, weights unchanged, when loss or gradient is not finite.
+        """
         ...
 
     def tensors(self) -> Iterator[tuple[str, Any]]: ...

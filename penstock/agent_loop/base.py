@@ -1,0 +1,322 @@
+"""AgentLoop: plays a group of prompts against the engine and has it judged.
+
+A user writes one class with `generate_sample`; everything else is here. What a loop does is recorded call by call in
+`rollout.turns`: when a pause interrupts it, the loop later runs again from its beginning, calls that are on record are
+answered from it, and the interrupted one continues from its tokens. So a loop needs no code for partial rollouts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pydantic
+
+from penstock.config import Config, import_name
+from penstock.errors import DataFailure, InfrastructureFailure, Interrupted, RolloutFailure
+from penstock.ports import Completion, Engine, GenerateRequest, Judger, Local, Placement, Tokenizer
+from penstock.rollout import (
+    Failure,
+    FinishReason,
+    Group,
+    RolloutState,
+    SampleParams,
+    Status,
+    Turn,
+    Unjudged,
+    Verdict,
+    reset_rollout_response,
+    unpack_ids,
+)
+
+GiB = 1 << 30
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What one `generate` call made: the new tokens as text, and why it ended."""
+
+    text: str
+    finish_reason: FinishReason
+
+
+class AgentLoop:
+    """Subclass it and write `generate_sample`. Retries, concurrency, deadlines and continuation come from here."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        judger: Judger | None,
+        sample_params: SampleParams,
+        run_seed: int = 0,
+        request_timeout_s: float = 600.0,
+        judge_timeout_s: float = 300.0,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.judger = judger
+        self.sample_params = sample_params
+        self._run_seed = run_seed
+        self._request_timeout_s = request_timeout_s
+        self._judge_timeout_s = judge_timeout_s
+        self._next_turn: dict[str, int] = {}
+        """Per rollout being played, which recorded turn answers the next call."""
+        self._stages: dict[str, str] = {}
+        self._requests: set[str] = set()
+
+    async def generate_sample(self, rollout: RolloutState) -> RolloutState:
+        """Play one rollout: call `generate` and `call_tool` as often as needed. What users write."""
+        raise TypeError(f"{type(self).__name__} must define generate_sample")
+
+    async def judge_sample(self, rollout: RolloutState) -> None:
+        """Set the reward, or fail the rollout as unjudged. May be overridden."""
+        if self.judger is not None:
+            self._take_verdict(rollout, await self.judger.judge(rollout))
+
+    async def judge_group(self, group: Group) -> None:
+        """Like `judge_sample`, for judgers whose scores depend on the siblings."""
+        assert self.judger is not None
+        for rollout, verdict in zip(group, await self.judger.judge_group(group), strict=True):
+            self._take_verdict(rollout, verdict)
+
+    async def generate_group(self, group: Group, *, enable_partial_rollout: bool) -> Group:
+        """Every rollout comes back COMPLETED, ABORTED or FAILED; those already COMPLETED are left alone."""
+        playing = [rollout for rollout in group if rollout.status is not Status.COMPLETED]
+        for rollout in playing:
+            if not enable_partial_rollout and rollout.finish_reason is None:
+                reset_rollout_response(rollout)
+        async with asyncio.TaskGroup() as players:
+            for rollout in playing:
+                players.create_task(self._play(rollout), name=f"rollout {rollout.rollout_id}")
+        if self._judges_groups and all(rollout.status is Status.COMPLETED for rollout in group):
+            await self._bounded_judging(playing, lambda: self.judge_group(group))
+        return group
+
+    async def generate(self, rollout: RolloutState, *, params: SampleParams | None = None) -> Answer:
+        """Let the model write: appends ids, logprobs, mask and versions to the rollout.
+
+        Raises Interrupted when a pause comes, with the tokens so far kept on the rollout; RolloutFailure when the
+        engine fails or does not answer in time.
+        """
+        index = self._next_turn[rollout.rollout_id]
+        recorded = rollout.turns[index] if index < len(rollout.turns) else None
+        if recorded is not None and recorded.finish_reason is not FinishReason.ABORT:
+            self._next_turn[rollout.rollout_id] = index + 1
+            return Answer(self._turn_text(rollout, index), recorded.finish_reason or FinishReason.STOP)
+        begun = recorded.num_tokens if recorded is not None else 0
+        completion = await self._ask_engine(rollout, params or self.sample_params, begun)
+        rollout.response = rollout.response.append(completion.ids, completion.logprobs, steps=completion.steps)
+        turn = Turn("generate", begun + len(completion.ids) // 4, completion.finish_reason)
+        rollout.turns = (*rollout.turns[:index], turn)
+        if completion.finish_reason is FinishReason.ABORT:
+            raise Interrupted(f"rollout {rollout.rollout_id} was interrupted after {len(rollout.response)} tokens")
+        self._next_turn[rollout.rollout_id] = index + 1
+        return Answer(self._turn_text(rollout, index), completion.finish_reason)
+
+    async def call_tool(self, rollout: RolloutState, tool: Callable[[], Awaitable[str]], *, timeout_s: float) -> str:
+        """A tool's answer, recorded as text the model did not write: mask 0, no logprob.
+
+        Raises DataFailure when the tool does not answer in time; what the tool raises passes.
+        """
+        index = self._next_turn[rollout.rollout_id]
+        if index < len(rollout.turns):
+            self._next_turn[rollout.rollout_id] = index + 1
+            return rollout.turns[index].text
+        self._stages[rollout.rollout_id] = "tool"
+        try:
+            async with asyncio.timeout(timeout_s):
+                text = await tool()
+        except TimeoutError:
+            raise DataFailure(f"tool did not answer within {timeout_s:g} s", reason="tool_deadline") from None
+        ids = self.tokenizer.encode(text)
+        last_step = rollout.response.steps[-1][0] if rollout.response.steps else -1
+        rollout.response = rollout.response.append(ids, trained=False, model_step=last_step)
+        rollout.turns = (*rollout.turns, Turn("tool", len(ids), text=text))
+        self._next_turn[rollout.rollout_id] = index + 1
+        return text
+
+    async def pause(self) -> None:
+        """Abort this loop's own requests."""
+        await self.engine.abort(sorted(self._requests))
+
+    def stage(self, rollout_id: str) -> str:
+        """What a rollout being played waits for: engine, tool, judger or the loop itself."""
+        return self._stages.get(rollout_id, "agent loop")
+
+    async def close(self) -> None:
+        pass
+
+    # Inside.
+
+    @property
+    def _judges_groups(self) -> bool:
+        return self.judger is not None and self.judger.relative
+
+    async def _play(self, rollout: RolloutState) -> None:
+        """The boundary where whatever happens to one rollout becomes its record."""
+        self._next_turn[rollout.rollout_id] = 0
+        self._stages[rollout.rollout_id] = "agent loop"
+        try:
+            if rollout.finish_reason is None:
+                await self.generate_sample(rollout)
+                self._finish(rollout)
+            rollout.status = Status.COMPLETED
+            if not self._judges_groups:
+                await self._bounded_judging([rollout], lambda: self.judge_sample(rollout))
+        except Interrupted:
+            rollout.status = Status.ABORTED
+        except RolloutFailure as failure:
+            rollout.fail(failure.as_failure())
+        except Exception as error:
+            message = f"{type(self).__name__} raised {type(error).__name__}: {error}"
+            rollout.fail(Failure(reason="agent_loop_error", message=message))
+        finally:
+            del self._next_turn[rollout.rollout_id], self._stages[rollout.rollout_id]
+
+    def _finish(self, rollout: RolloutState) -> None:
+        last = rollout.turns[-1] if rollout.turns else None
+        rollout.finish_reason = (last.finish_reason if last is not None else None) or FinishReason.STOP
+        if not len(rollout.response):
+            raise DataFailure(f"{type(self).__name__} made no token", reason="empty_answer")
+        text = self.tokenizer.decode(rollout.response_ids.tolist())
+        rollout.response_text = _before_stop_string(text, self.sample_params.stop)
+
+    async def _bounded_judging(self, rollouts: Group, judge: Callable[[], Awaitable[None]]) -> None:
+        for rollout in rollouts:
+            self._stages[rollout.rollout_id] = "judger"
+        try:
+            async with asyncio.timeout(self._judge_timeout_s):
+                await judge()
+            for rollout in rollouts:
+                self._require_score(rollout)
+        except TimeoutError:
+            reason = f"judging took longer than {self._judge_timeout_s:g} s"
+            for rollout in rollouts:
+                self._take_verdict(rollout, Unjudged(reason))
+        finally:
+            if self._judges_groups:
+                for rollout in rollouts:
+                    self._stages.pop(rollout.rollout_id, None)
+
+    def _require_score(self, rollout: RolloutState) -> None:
+        """A completed rollout has a finite score when there is a judger, whoever judged it."""
+        if self.judger is None or rollout.status is not Status.COMPLETED:
+            return
+        if rollout.reward is None:
+            self._take_verdict(rollout, Unjudged("judging set no reward"))
+        else:
+            self._take_verdict(rollout, rollout.reward)
+
+    def _take_verdict(self, rollout: RolloutState, verdict: Verdict | Unjudged) -> None:
+        if isinstance(verdict, Verdict) and np.isfinite(verdict.score):
+            rollout.reward = verdict
+            return
+        reason = verdict.reason if isinstance(verdict, Unjudged) else f"score is {verdict.score}"
+        rollout.fail(Failure(reason="unjudged", message=reason))
+
+    async def _ask_engine(self, rollout: RolloutState, params: SampleParams, begun: int) -> Completion:
+        total = len(rollout.response)
+        split = 4 * (total - begun)
+        request = GenerateRequest(
+            request_id=rollout.rollout_id,
+            prompt_ids=rollout.prompt.ids + rollout.response.ids[:split],
+            response_ids=rollout.response.ids[split:],
+            params=params,
+            seed=rollout_seed(self._run_seed, rollout),
+            first_uniform=total,
+            group_id=rollout.group_id,
+        )
+        self._stages[rollout.rollout_id] = "engine"
+        self._requests.add(request.request_id)
+        try:
+            async with asyncio.timeout(self._request_timeout_s):
+                completion = await self.engine.generate(request)
+        except TimeoutError:
+            raise InfrastructureFailure(
+                f"engine did not answer rollout {rollout.rollout_id} within {self._request_timeout_s:g} s",
+                reason="engine_deadline",
+            ) from None
+        finally:
+            self._requests.discard(request.request_id)
+            self._stages[rollout.rollout_id] = "agent loop"
+        check_completion(completion, rollout.rollout_id)
+        return completion
+
+    def _turn_text(self, rollout: RolloutState, index: int) -> str:
+        start = sum(turn.num_tokens for turn in rollout.turns[:index])
+        ids = unpack_ids(rollout.response.ids)[start : start + rollout.turns[index].num_tokens]
+        return self.tokenizer.decode(ids.tolist())
+
+
+def check_completion(completion: Completion, rollout_id: str) -> None:
+    """Raises InfrastructureFailure when an engine's answer cannot be true; nothing of it is used then."""
+    n = len(completion.ids) // 4
+    versions = sum(count for _, count in completion.steps)
+    if len(completion.ids) % 4 or len(completion.logprobs) != 4 * n or versions != n:
+        problem = f"{n} ids, {len(completion.logprobs) // 4} logprobs, {versions} model steps"
+    elif not np.isfinite(np.frombuffer(completion.logprobs, dtype=np.float32)).all():
+        problem = "logprobs that are not finite"
+    elif n == 0 and completion.finish_reason is not FinishReason.ABORT:
+        problem = f"no token and finish reason {completion.finish_reason}"
+    else:
+        return
+    raise InfrastructureFailure(f"engine answered rollout {rollout_id} with {problem}", reason="engine_nonsense")
+
+
+def rollout_seed(run_seed: int, rollout: RolloutState) -> int:
+    """A function of the run's seed, the rollout's id and how often it was started; siblings never share one."""
+    text = f"{run_seed}/{rollout.rollout_id}/{rollout.num_tries}/{rollout.data_failures}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _before_stop_string(text: str, stop: tuple[str, ...]) -> str:
+    found = [position for position in (text.find(s) for s in stop if s) if position >= 0]
+    return text[: min(found)] if found else text
+
+
+class AgentLoopConfig(Config):
+    """Which loop plays a task, and with what sampling. `loop` is a class or its dotted path."""
+
+    loop: type[AgentLoop] | str
+    sample_params: SampleParams = SampleParams()
+    arguments: dict[str, Any] = {}
+    """Extra keyword arguments of the loop's constructor."""
+    request_timeout_s: float = pydantic.Field(default=600.0, gt=0)
+    judge_timeout_s: float = pydantic.Field(default=300.0, gt=0)
+    """For all of judging one rollout or group, the judger's own retries included."""
+    num_ray_actors: int = pydantic.Field(default=0, ge=0)
+    """0 plays in this process, 1 in an actor, n behind a router."""
+    num_cpus_per_actor: float = pydantic.Field(default=1.0, gt=0)
+    cpu_memory_per_actor: int = pydantic.Field(default=GiB, gt=0)
+
+    def build(
+        self,
+        *,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        judger: Judger | None,
+        run_seed: int = 0,
+        placement: Placement | None = None,
+    ) -> AgentLoop:
+        loop = import_name(self.loop) if isinstance(self.loop, str) else self.loop
+        return (placement or Local()).place(
+            lambda: loop(
+                engine=engine,
+                tokenizer=tokenizer,
+                judger=judger,
+                sample_params=self.sample_params,
+                run_seed=run_seed,
+                request_timeout_s=self.request_timeout_s,
+                judge_timeout_s=self.judge_timeout_s,
+                **self.arguments,
+            ),
+            name=f"agent loop {loop.__name__}",
+            num_actors=self.num_ray_actors,
+            num_cpus=self.num_cpus_per_actor,
+            memory=self.cpu_memory_per_actor,
+        )

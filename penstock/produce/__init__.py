@@ -1,0 +1,48 @@
+"""How many groups to make, when, from which weights: progress, strategies, and the manager that runs them."""
+
+from penstock.produce.async_strategy import AsyncProduceStrategy, AsyncProduceStrategyConfig
+from penstock.produce.config import AgentLoopManagerConfig, TaskSpecConfig, World
+from penstock.produce.context import ProduceContext
+from penstock.produce.failures import FailurePolicyConfig
+from penstock.produce.manager import AgentLoopManager, AgentLoopManagerStatus
+from penstock.produce.progress import ProduceProgress
+from penstock.produce.result import ProduceBatchResult, TaskResult
+from penstock.produce.strategy import (
+    IsValidSampleFn,
+    ProduceBatchStatus,
+    ProduceStrategy,
+    ProduceStrategyConfig,
+    ShouldContinueFn,
+    default_is_valid_sample,
+    default_should_continue,
+    has_different_rewards,
+)
+from penstock.produce.sync_strategy import SyncProduceStrategy, SyncProduceStrategyConfig
+from penstock.replay import calculate_seq_staleness, calculate_stale_threshold
+
+__all__ = [
+    "AgentLoopManager",
+    "AgentLoopManagerConfig",
+    "AgentLoopManagerStatus",
+    "AsyncProduceStrategy",
+    "AsyncProduceStrategyConfig",
+    "FailurePolicyConfig",
+    "IsValidSampleFn",
+    "ProduceBatchResult",
+    "ProduceBatchStatus",
+    "ProduceContext",
+    "ProduceProgress",
+    "ProduceStrategy",
+    "ProduceStrategyConfig",
+    "ShouldContinueFn",
+    "SyncProduceStrategy",
+    "SyncProduceStrategyConfig",
+    "TaskResult",
+    "TaskSpecConfig",
+    "World",
+    "calculate_seq_staleness",
+    "calculate_stale_threshold",
+    "default_is_valid_sample",
+    "default_should_continue",
+    "has_different_rewards",
+]

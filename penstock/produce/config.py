@@ -1,0 +1,141 @@
+"""The configuration of tasks and of the manager that owns them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pydantic
+
+from penstock.agent_loop import AgentLoopConfig
+from penstock.config import Config
+from penstock.data import SamplerConfig
+from penstock.judger import JudgerConfig, JudgerSet, as_judger_config
+from penstock.ports import Engine, Placement, Tokenizer
+from penstock.produce.context import TaskRuntime
+from penstock.produce.failures import DeadLetters, FailurePolicy, FailurePolicyConfig
+from penstock.produce.manager import AgentLoopManager
+from penstock.produce.pause import PauseDeadlines
+from penstock.produce.strategy import ProduceStrategyConfig
+from penstock.produce.sync_strategy import SyncProduceStrategyConfig
+from penstock.produce.task import Task
+from penstock.produce.watchdog import OnProgress
+from penstock.replay import ReplayBuffer
+
+JudgerChoice = JudgerConfig | Callable[..., Any] | dict[str, JudgerConfig | Callable[..., Any]] | None
+
+
+class TaskSpecConfig(Config):
+    """A named source of prompts with its own loop, judger, strategy and weight."""
+
+    task_name: str = pydantic.Field(min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
+    weight: float = pydantic.Field(default=1.0, ge=0, allow_inf_nan=False)
+    """Its share of the batch, relative to the other tasks'."""
+    sampler_config: SamplerConfig
+    agent_loop_config: AgentLoopConfig
+    judger_config: JudgerChoice = None
+    """A JudgerConfig, a reward function, a mapping from data source to either, or None when the loop judges itself."""
+    produce_strategy_config: ProduceStrategyConfig = SyncProduceStrategyConfig()
+
+    @property
+    def judger(self) -> JudgerConfig | None:
+        return as_judger_config(self.judger_config)
+
+
+class World(msgspec.Struct, kw_only=True):
+    """What the tasks of a run are built from."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    judgers: JudgerSet
+    buffer: ReplayBuffer
+    context: int
+    """The model's limit for prompt and answer together."""
+    run_seed: int = 0
+    sync_weights_interval: int = 1
+    dead_letters: Path | None = None
+    on_progress: OnProgress | None = None
+    placement: Placement | None = None
+
+
+class AgentLoopManagerConfig(Config):
+    tasks: TaskSpecConfig | list[TaskSpecConfig]
+    failures: FailurePolicyConfig = FailurePolicyConfig()
+    pause_request_timeout_s: float = pydantic.Field(default=30.0, gt=0)
+    pause_resend_interval_s: float = pydantic.Field(default=5.0, ge=0)
+    """0: the pause is sent once."""
+    stall_timeout_s: float = pydantic.Field(default=900.0, gt=0)
+    """The run stops when no group finishes for this long."""
+
+    @property
+    def task_list(self) -> list[TaskSpecConfig]:
+        return [self.tasks] if isinstance(self.tasks, TaskSpecConfig) else self.tasks
+
+    def problems(self) -> Iterator[str]:
+        names = [task.task_name for task in self.task_list]
+        if not names:
+            yield "there is no task; it needs at least 1"
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield f"task_name {name!r} is used {names.count(name)} times; names must differ"
+        if names and not any(task.weight for task in self.task_list):
+            yield f"all weights are 0 (tasks {names}); at least one must be above 0"
+        for task in self.task_list:
+            yield from _task_problems(task, self.failures)
+
+    def build(self, world: World) -> AgentLoopManager:
+        """Scans every task's dataset. Raises DatasetError with all problems of all tasks."""
+        dead_letters = DeadLetters(world.dead_letters)
+        tasks = [
+            Task(
+                self._runtime(task, world, dead_letters),
+                task.produce_strategy_config.build(sync_weights_interval=world.sync_weights_interval),
+                task.weight,
+            )
+            for task in self.task_list
+        ]
+        return AgentLoopManager(
+            tasks,
+            engine=world.engine,
+            buffer=world.buffer,
+            pause_deadlines=PauseDeadlines(
+                request_timeout_s=self.pause_request_timeout_s, resend_interval_s=self.pause_resend_interval_s
+            ),
+            stall_timeout_s=self.stall_timeout_s,
+            on_progress=world.on_progress,
+        )
+
+    def _runtime(self, task: TaskSpecConfig, world: World, dead_letters: DeadLetters) -> TaskRuntime:
+        judger_config = task.judger
+        judger = world.judgers.get(judger_config) if judger_config is not None else None
+        return TaskRuntime(
+            name=task.task_name,
+            agent_loop=task.agent_loop_config.build(
+                engine=world.engine,
+                tokenizer=world.tokenizer,
+                judger=judger,
+                run_seed=world.run_seed,
+                placement=world.placement,
+            ),
+            sampler=task.sampler_config.build(
+                world.tokenizer,
+                waiting=world.buffer,
+                max_tokens=task.agent_loop_config.sample_params.max_tokens,
+                context=world.context,
+                data_sources=judger_config.data_sources if judger_config is not None else None,
+            ),
+            buffer=world.buffer,
+            stale_rule=task.produce_strategy_config.stale_rule(world.sync_weights_interval),
+            is_valid_sample=task.produce_strategy_config.is_valid_sample_fn,
+            failures=FailurePolicy(self.failures, dead_letters),
+        )
+
+
+def _task_problems(task: TaskSpecConfig, failures: FailurePolicyConfig) -> Iterator[str]:
+    k = task.sampler_config.prompt_repeat_k
+    if failures.min_group_size is not None and failures.min_group_size > k:
+        yield f"failures.min_group_size is {failures.min_group_size}; task {task.task_name!r} has groups of {k}"
+    judger = task.judger
+    if judger is not None and judger is not task.judger_config:
+        yield from (f"task {task.task_name!r}: judger_config: {problem}" for problem in judger.problems())

@@ -1,0 +1,102 @@
+"""Pending tasks: the one owner of the groups being played.
+
+A finished task is claimed exactly once, whether the producer or a pause sees it first. Until it is stored, a claimed
+group still counts as pending, so nobody who looks can miss it. Finishing costs O(1), however many are pending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+
+from penstock.replay import Signal
+from penstock.rollout import Group, Status
+
+CANCEL_TIMEOUT_S = 10.0
+"""How long a cancelled task may take to end; one that ignores its cancellation is left behind."""
+
+Store = Callable[[Group], Awaitable[object]]
+
+
+class PendingTasks:
+    def __init__(self) -> None:
+        self._running: dict[asyncio.Task[Group], Group] = {}
+        self._finished: deque[asyncio.Task[Group]] = deque()
+        self._storing = 0
+        self._signal: Signal | None = None
+
+    def __len__(self) -> int:
+        """Groups that are played, finished but not claimed, or claimed but not yet stored."""
+        return len(self._running) + len(self._finished) + self._storing
+
+    @property
+    def has_finished(self) -> bool:
+        return bool(self._finished)
+
+    def schedule(self, group: Group, play: Coroutine[None, None, Group], signal: Signal) -> None:
+        """Play a group in a task of its own; `signal` is notified when it ends."""
+        self._signal = signal
+        task = asyncio.get_running_loop().create_task(play, name=f"group {group[0].group_id}")
+        self._running[task] = group
+        task.add_done_callback(self._ended)
+
+    async def store_finished(self, store: Store) -> int:
+        """Claim what finished and store it, one by one; returns how many. What a task raised passes."""
+        stored = 0
+        while self._finished:
+            task = self._finished.popleft()
+            self._storing += 1
+            try:
+                await store(task.result())
+            finally:
+                self._storing -= 1
+                self._notify()
+            stored += 1
+        return stored
+
+    async def drain(self, store: Store) -> None:
+        """Store everything as it finishes, until nothing is pending. Waits without a deadline: callers bound it."""
+        while len(self):
+            if not await self.store_finished(store) and len(self):
+                assert self._signal is not None
+                await self._signal.wait()
+
+    async def cancel(self, store: Store) -> int:
+        """Cancel what still runs and store it as ABORTED with its prompt and record; returns how many."""
+        cancelled = list(self._running.items())
+        for task, _ in cancelled:
+            # Claimed first: from here on only this path stores it.
+            del self._running[task]
+            self._storing += 1
+            task.cancel()
+        for task, group in cancelled:
+            done, _ = await asyncio.wait([task], timeout=CANCEL_TIMEOUT_S)
+            try:
+                finished = bool(done) and not task.cancelled() and task.exception() is None
+                await store(task.result() if finished else _aborted(group))
+            finally:
+                self._storing -= 1
+        await self.store_finished(store)
+        self._notify()
+        return len(cancelled)
+
+    def _ended(self, task: asyncio.Task[Group]) -> None:
+        if self._running.pop(task, None) is not None:
+            self._finished.append(task)
+            self._notify()
+
+    def _notify(self) -> None:
+        if self._signal is not None:
+            self._signal.notify()
+
+
+def _aborted(group: Group) -> Group:
+    """A copy, out of reach of a task that may still run."""
+    group = [copy.copy(rollout) for rollout in group]
+    for rollout in group:
+        if rollout.status is not Status.COMPLETED:
+            rollout.status = Status.ABORTED
+            rollout.error = None
+    return group

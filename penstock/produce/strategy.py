@@ -1,0 +1,157 @@
+"""ProduceStrategy: how a batch is made. Public, may be subclassed; the manager uses these four methods and no others.
+
+`PooledStrategy` adds what the built-in ones share: groups played concurrently by one owner, and the pause that drains
+them.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import enum
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import pydantic
+
+from penstock.config import Config, dotted_name
+from penstock.errors import UserFunctionError
+from penstock.produce.context import ProduceContext
+from penstock.produce.pending import PendingTasks
+from penstock.replay import StaleRule, calculate_stale_threshold
+from penstock.rollout import Group, RolloutState, Status
+
+
+class ProduceBatchStatus(enum.StrEnum):
+    NORMAL = "normal"
+    UPDATE_WEIGHT_AND_ABORT = "update_weight_and_abort"
+    EXPIRED_BATCH = "expired_batch"
+
+
+@runtime_checkable
+class IsValidSampleFn(Protocol):
+    """Whether a completed group may be trained; False filters it (dynamic sampling)."""
+
+    def __call__(self, samples: list[RolloutState]) -> bool: ...
+
+
+@runtime_checkable
+class ShouldContinueFn(Protocol):
+    """Whether to go on producing. Both are group counts: per call for Sync, since the run began for Async."""
+
+    def __call__(self, completed_count: int, batch_size: int, **kwargs: Any) -> bool: ...
+
+
+def default_is_valid_sample(samples: list[RolloutState]) -> bool:
+    return True
+
+
+def default_should_continue(completed_count: int, batch_size: int, **kwargs: Any) -> bool:
+    return completed_count < batch_size
+
+
+def has_different_rewards(samples: list[RolloutState]) -> bool:
+    """A group whose rewards are all equal teaches nothing: the filter of dynamic sampling."""
+    return len({sample.reward.score for sample in samples if sample.reward is not None}) > 1
+
+
+class ProduceStrategy(abc.ABC):
+    @abc.abstractmethod
+    async def produce_batch(self, ctx: ProduceContext) -> ProduceBatchStatus:
+        """Produce until the task's target is reached, a pause comes, or the model is too old."""
+
+    async def pause_produce(self, ctx: ProduceContext) -> float:
+        """Bring everything pending home; returns the seconds it took."""
+        return 0.0
+
+    def is_model_expired(self, train_step: int, model_step: int) -> bool:
+        """Whether weights `model_step` are too old to produce for `train_step`."""
+        return False
+
+    def pending_task_count(self) -> int:
+        return 0
+
+
+class ProduceStrategyConfig(Config, abc.ABC):
+    is_valid_sample_fn: IsValidSampleFn = default_is_valid_sample
+    should_continue_fn: ShouldContinueFn = default_should_continue
+
+    @abc.abstractmethod
+    def build(self, *, sync_weights_interval: int = 1) -> ProduceStrategy: ...
+
+    def stale_rule(self, sync_weights_interval: int) -> StaleRule:
+        """When this task's groups expire, and what becomes of them."""
+        return StaleRule(calculate_stale_threshold(0, sync_weights_interval), discard_expired=True)
+
+
+class PooledStrategy(ProduceStrategy):
+    """Plays groups concurrently. Subclasses say how many and which."""
+
+    def __init__(
+        self,
+        *,
+        should_continue_fn: ShouldContinueFn = default_should_continue,
+        enable_partial_rollout: bool = False,
+        max_tries: int | None = None,
+        pause_timeout_s: float = 300.0,
+    ) -> None:
+        self._should_continue_fn = should_continue_fn
+        self._enable_partial_rollout = enable_partial_rollout
+        self._max_tries = max_tries
+        self._pause_timeout_s = pause_timeout_s
+        self._pending = PendingTasks()
+
+    def pending_task_count(self) -> int:
+        return len(self._pending)
+
+    async def pause_produce(self, ctx: ProduceContext) -> float:
+        """Store everything pending: finished, or ABORTED with what it has. After the deadline the rest is cancelled."""
+        if not len(self._pending):
+            return 0.0
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            async with asyncio.timeout(self._pause_timeout_s):
+                await self._pending.drain(ctx.put_generated_group)
+        except TimeoutError:
+            await self._pending.cancel(ctx.put_generated_group)
+        return loop.time() - started
+
+    async def _start_groups(self, ctx: ProduceContext, n: int, statuses: Sequence[Status]) -> None:
+        """Start up to n groups; stops when a pause begins. A sampled group is always scheduled, so none is lost."""
+        for _ in range(n):
+            if ctx.should_abort():
+                return
+            group = await ctx.sample_group(statuses)
+            self._pending.schedule(group, self._play(ctx, group), ctx.changed)
+
+    def _play(self, ctx: ProduceContext, group: Group) -> Any:
+        return ctx.generate_group(group, enable_partial_rollout=self._enable_partial_rollout, max_tries=self._max_tries)
+
+    async def _wait_for_change(self, ctx: ProduceContext) -> None:
+        """Until a group finished, a pause begins, the available count changes, or nothing is pending any more.
+
+        The manager's watchdog bounds this wait.
+        """
+        available = ctx.available_count()
+        await ctx.changed.wait_until(
+            lambda: (
+                self._pending.has_finished
+                or ctx.should_abort()
+                or ctx.available_count() != available
+                or not len(self._pending)
+            )
+        )
+
+    def _should_continue(self, completed: int, target: int) -> bool:
+        try:
+            return bool(self._should_continue_fn(completed, target))
+        except Exception as error:
+            raise UserFunctionError(
+                f"should_continue_fn {dotted_name(self._should_continue_fn)} raised {type(error).__name__}: {error}"
+            ) from error
+
+
+class PooledStrategyConfig(ProduceStrategyConfig, abc.ABC):
+    pause_timeout_s: float = pydantic.Field(default=300.0, gt=0)
+    """How long a pause waits for what is pending before it cancels the rest."""

@@ -1,0 +1,292 @@
+"""ReplayBuffer: what was drawn and is not yet trained, and where each group stands.
+
+Every change is one move of `lifecycle`, applied here at once and recorded in order by the storage. Reading and moving
+never wait; only `put` and `flush` do, for durability, and `wait_ready`, for groups to finish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from penstock.config import Config
+from penstock.errors import IllegalTransition, NotReady
+from penstock.replay.accounting import TokenAccount
+from penstock.replay.lifecycle import Conservation, DiscardReason, GroupState, Lifecycle
+from penstock.replay.shelf import Entry, Order, Shelf
+from penstock.replay.signal import Signal
+from penstock.replay.staleness import StaleRule
+from penstock.replay.storage import MemoryStorage, Storage
+from penstock.rollout import Group, RolloutState, Status, fill_model_steps, get_group_status, reset_rollout_response
+
+WAITING = {
+    Status.COMPLETED: GroupState.COMPLETED,
+    Status.ABORTED: GroupState.ABORTED,
+    Status.EXPIRED: GroupState.EXPIRED,
+    Status.MAX_TRIES: GroupState.MAX_TRIES,
+}
+"""The statuses under which a group can wait, and the state that is."""
+
+
+class ReplayBufferConfig(Config):
+    order: Order = "fifo"
+    storage: Literal["memory"] = "memory"
+
+    def build(self) -> ReplayBuffer:
+        return ReplayBuffer(order=self.order, storage=MemoryStorage())
+
+
+class ReplayBuffer:
+    """Holds groups by task and status. One event loop, one writer."""
+
+    def __init__(self, *, order: Order = "fifo", storage: Storage | None = None) -> None:
+        self._order: Order = order
+        self._storage: Storage = storage or MemoryStorage()
+        self._lifecycle = Lifecycle()
+        self._entries: dict[str, Entry] = {}
+        self._shelves: dict[tuple[str, GroupState], Shelf] = {}
+        self._leases: dict[int, list[Entry]] = {}
+        self._next_sequence = 0
+        self._train_step = 0
+        """The latest consumer's step that staleness was looked at for."""
+        self.changed = Signal()
+        """Notified whenever a group arrives at or leaves a waiting state."""
+        self.tokens = TokenAccount()
+
+    # Drawing and retrying: into RUNNING.
+
+    def draw(self, group: Group, cursor: int) -> None:
+        """A new group begins. Its drawing and the sampler's cursor are one transition."""
+        entry = Entry(group, group[0].task_name, self._next_sequence)
+        if entry.group_id in self._entries:
+            raise IllegalTransition(f"group {entry.group_id!r} is drawn twice: {self._entries[entry.group_id].tell()}")
+        self._next_sequence += 1
+        self._entries[entry.group_id] = entry
+        self._move(entry, GroupState.RUNNING, train_step=self._train_step, cursor=cursor)
+
+    def get(self, n: int, task: str, status: Status) -> list[Group]:
+        """Up to n groups of this status, in replay order, to be played again: they are RUNNING now.
+
+        Only for statuses that are retried; completed groups leave through `take_batch`.
+        """
+        if status is Status.COMPLETED:
+            raise ValueError("completed groups are taken with take_batch, not played again")
+        shelf = self._shelf(task, WAITING[status])
+        groups = []
+        for _ in range(min(n, len(shelf))):
+            entry = shelf.pop_first()
+            if entry.rule is not None:
+                # Siblings may have expired since the group was shelved; they are made again with the rest.
+                entry.rule.mark_expired(entry.group, self._train_step)
+            self._move(entry, GroupState.RUNNING, train_step=self._train_step)
+            groups.append(entry.group)
+        if groups:
+            self.changed.notify()
+        return groups
+
+    # Finishing: out of RUNNING.
+
+    async def put(
+        self,
+        group: Group,
+        task: str,
+        *,
+        model_step: int,
+        current_train_step: int,
+        stale_threshold: int,
+        token_stale_threshold: int | None = None,
+        discard_expired: bool = False,
+    ) -> Status:
+        """Store a played group under its status and return the status it has after staleness was applied.
+
+        `model_step` is that of the attempt's start and fills missing token versions. Returns when it is durable.
+        """
+        entry = self._running(group, task)
+        for rollout in group:
+            fill_model_steps(rollout, model_step)
+        entry.group = group
+        entry.rule = StaleRule(stale_threshold, token_stale_threshold, discard_expired)
+        self._count_tokens(entry)
+        status = get_group_status(group)
+        if status not in WAITING:
+            raise ValueError(f"group {entry.group_id!r} is {status}; such a group is discarded, not stored")
+        first = GroupState.COMPLETED if status is Status.COMPLETED else GroupState.ABORTED
+        self._move(entry, first, train_step=current_train_step, content=True)
+        status = self._shelve(entry, current_train_step)
+        self.changed.notify()
+        await self._storage.flush()
+        return status
+
+    async def discard(self, group: Group, task: str, reason: DiscardReason, *, train_step: int = 0) -> None:
+        """End a running group for a reason; nothing of it is held any more."""
+        entry = self._running(group, task)
+        entry.group = group
+        self._count_tokens(entry)
+        self._discard(entry, reason, train_step)
+        self.changed.notify()
+        await self._storage.flush()
+
+    def forget_response(self, rollout: RolloutState, why: str) -> int:
+        """Drop a running rollout's answer to make it again; its tokens count as wasted. Returns how many."""
+        n = len(rollout.response)
+        entry = self._entries[rollout.group_id]
+        if n:
+            entry.tokens -= n
+            self.tokens.held -= n
+            self.tokens.wasted[why] += n
+        reset_rollout_response(rollout)
+        return n
+
+    # Consuming: COMPLETED -> LEASED -> TRAINED.
+
+    def is_ready(self, sizes: Mapping[str, int]) -> bool:
+        return all(self.count(task, Status.COMPLETED) >= n for task, n in sizes.items())
+
+    async def wait_ready(self, sizes: Mapping[str, int]) -> None:
+        """Until `is_ready`; woken by the group that makes it so. Callers bound the wait."""
+        await self.changed.wait_until(lambda: self.is_ready(sizes))
+
+    def take_batch(self, sizes: Mapping[str, int], *, train_step: int) -> dict[str, list[Group]]:
+        """Lease the asked number of completed groups per task, in replay order; all or nothing.
+
+        Never waits: `wait_ready` does. A leased group returns if this process dies or the step fails;
+        it is gone only after `commit`. Raises NotReady with the counts per task when one has too few.
+        """
+        if not self.is_ready(sizes):
+            counts = {task: f"{self.count(task, Status.COMPLETED)} of {n}" for task, n in sizes.items()}
+            raise NotReady(f"train step {train_step}: completed groups per task: {counts}")
+        batch: dict[str, list[Group]] = {}
+        leased = self._leases.setdefault(train_step, [])
+        for task, n in sizes.items():
+            shelf = self._shelf(task, GroupState.COMPLETED)
+            batch[task] = []
+            for _ in range(n):
+                entry = shelf.pop_first()
+                self._move(entry, GroupState.LEASED, train_step=train_step)
+                leased.append(entry)
+                batch[task].append(entry.group)
+        self.changed.notify()
+        return batch
+
+    def commit(self, train_step: int) -> None:
+        """The step is done: its leased groups are TRAINED."""
+        for entry in self._leases.pop(train_step, []):
+            self._move(entry, GroupState.TRAINED, train_step=train_step)
+            self.tokens.trained += entry.tokens
+            self.tokens.held -= entry.tokens
+            del self._entries[entry.group_id]
+
+    def return_lease(self, train_step: int) -> dict[str, int]:
+        """The step was refused: its groups are COMPLETED again, in their old places. Returns how many per task."""
+        returned: dict[str, int] = {}
+        for entry in self._leases.pop(train_step, []):
+            self._move(entry, GroupState.COMPLETED, train_step=train_step)
+            self._shelve(entry, train_step)
+            returned[entry.task] = returned.get(entry.task, 0) + 1
+        self.changed.notify()
+        return returned
+
+    def refresh_staleness(self, train_step: int, tasks: Iterable[str] | None = None) -> dict[str, int]:
+        """Expire what is too stale for `train_step`; touches only those groups. Returns how many per task."""
+        self._train_step = max(self._train_step, train_step)
+        names = list(tasks) if tasks is not None else list({task for task, _ in self._shelves})
+        expired = dict.fromkeys(names, 0)
+        touched = False
+        for task in names:
+            for state in (GroupState.COMPLETED, GroupState.ABORTED):
+                for entry in self._shelf(task, state).pop_expired(train_step):
+                    touched = True
+                    if self._shelve(entry, train_step) is Status.EXPIRED:
+                        expired[task] += 1
+        if touched:
+            self.changed.notify()
+        return expired
+
+    # Looking.
+
+    def count(self, task: str, status: Status) -> int:
+        return self._lifecycle.count(task, WAITING[status])
+
+    def count_statuses(self, task: str) -> dict[Status, int]:
+        """How many groups wait, by status."""
+        return {status: self.count(task, status) for status in WAITING}
+
+    def state_count(self, task: str, state: GroupState) -> int:
+        return self._lifecycle.count(task, state)
+
+    def discarded(self, task: str) -> dict[DiscardReason, int]:
+        """How many groups were discarded since the run began, by reason."""
+        return self._lifecycle.discarded(task)
+
+    def conservation(self, task: str | None = None) -> Conservation:
+        return self._lifecycle.conservation(task)
+
+    def story(self, group_id: str) -> str:
+        """What happened to a group that is still held, as `state@train step`."""
+        return self._entries[group_id].tell()
+
+    async def flush(self) -> None:
+        """Returns when everything decided so far is durable."""
+        await self._storage.flush()
+
+    async def close(self) -> None:
+        await self._storage.close()
+
+    # Inside.
+
+    def _shelf(self, task: str, state: GroupState) -> Shelf:
+        shelf = self._shelves.get((task, state))
+        if shelf is None:
+            shelf = self._shelves[task, state] = Shelf(self._order)
+        return shelf
+
+    def _running(self, group: Group, task: str) -> Entry:
+        entry = self._entries.get(group[0].group_id)
+        if entry is None or entry.state is not GroupState.RUNNING or entry.task != task:
+            story = entry.tell() if entry is not None else "not held: never drawn, or already trained or discarded"
+            raise IllegalTransition(f"group {group[0].group_id!r} of task {task!r} is not running: {story}")
+        return entry
+
+    def _shelve(self, entry: Entry, train_step: int) -> Status:
+        """Apply staleness and put the entry where its status belongs, moving it if that differs from its state."""
+        assert entry.rule is not None
+        self._train_step = max(self._train_step, train_step)
+        entry.expires_at = entry.rule.mark_expired(entry.group, train_step)
+        status = get_group_status(entry.group)
+        if status is Status.EXPIRED and entry.rule.discard_expired:
+            self._discard(entry, DiscardReason.EXPIRED, train_step)
+            return status
+        target = WAITING[status]
+        if target is not entry.state:
+            self._move(entry, target, train_step=train_step)
+        self._shelf(entry.task, target).add(entry)
+        return status
+
+    def _discard(self, entry: Entry, reason: DiscardReason, train_step: int) -> None:
+        self._move(entry, GroupState.DISCARDED, train_step=train_step, reason=reason)
+        self.tokens.wasted[reason.value] += entry.tokens
+        self.tokens.held -= entry.tokens
+        del self._entries[entry.group_id]
+
+    def _count_tokens(self, entry: Entry) -> None:
+        now = sum(len(rollout.response) for rollout in entry.group)
+        self.tokens.generated += now - entry.tokens
+        self.tokens.held += now - entry.tokens
+        entry.tokens = now
+
+    def _move(
+        self,
+        entry: Entry,
+        target: GroupState,
+        *,
+        train_step: int = 0,
+        reason: DiscardReason | None = None,
+        content: bool = False,
+        cursor: int | None = None,
+    ) -> None:
+        transition = self._lifecycle.move(
+            entry.group_id, entry.task, entry.state, target, train_step=train_step, reason=reason, story=entry.tell
+        )
+        entry.state = target
+        entry.story.append((target, train_step))
+        self._storage.record(transition, entry.group if content or cursor is not None else None, cursor)

@@ -1,0 +1,36 @@
+"""Waking those who wait for a change, without polling.
+
+A waiter states a condition; it is looked at once and then after every change, until it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+class Signal:
+    """Something changed. Cheap when nobody waits."""
+
+    def __init__(self) -> None:
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def notify(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
+
+    async def wait(self) -> None:
+        """Until the next change. Waits without a deadline: callers bound it."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Until `condition` holds; it is looked at now and after each change."""
+        while not condition():
+            await self.wait()

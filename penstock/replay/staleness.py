@@ -1,0 +1,77 @@
+"""Staleness, defined once.
+
+A token made by weights m has, for train step t, the staleness t - m - 1: 0 means made by the weights just before t.
+A rollout's staleness is that of its oldest token; time in the buffer counts, because t is the consumer's step.
+With `sync_weights_interval` s and `max_staleness` in sync periods, a rollout is expired when
+
+    staleness >= (max_staleness + 1) * s        the stale threshold
+
+With `max_token_staleness`, tokens at or beyond their own threshold are masked out of the loss, and what counts is the
+oldest token that is left; with none left the rollout is expired.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.rollout import Group, RolloutState, Status
+
+NEVER = 1 << 60
+"""The train step at which something without tokens expires."""
+
+
+def calculate_stale_threshold(max_staleness: int, sync_weights_interval: int) -> int:
+    """The first staleness that is too much."""
+    if max_staleness < 0:
+        raise ValueError(f"max_staleness is {max_staleness}; it must be at least 0")
+    if sync_weights_interval < 1:
+        raise ValueError(f"sync_weights_interval is {sync_weights_interval}; it must be at least 1")
+    return (max_staleness + 1) * sync_weights_interval
+
+
+def calculate_seq_staleness(model_step: int, train_step: int) -> int:
+    """Staleness for `train_step` of what weights `model_step` made.
+
+    Never negative: a version not older than the consumer's step comes from a lineage lost at a restart.
+    """
+    return max(0, train_step - model_step - 1)
+
+
+class StaleRule(msgspec.Struct, frozen=True, gc=False):
+    """When a task's rollouts expire, and what happens to them then."""
+
+    stale_threshold: int
+    token_stale_threshold: int | None = None
+    discard_expired: bool = False
+
+    def expires_at(self, rollout: RolloutState) -> int:
+        """The first train step for which this rollout is too stale; NEVER without tokens of known origin."""
+        steps = rollout.response.steps
+        if not steps:
+            return NEVER
+        if self.token_stale_threshold is not None and self.token_stale_threshold <= self.stale_threshold:
+            # Older tokens are masked before they could expire the rollout, so its newest token decides.
+            return max(step for step, _ in steps) + 1 + self.token_stale_threshold
+        return min(step for step, _ in steps) + 1 + self.stale_threshold
+
+    def mark_expired(self, group: Group, train_step: int) -> int:
+        """Set the rollouts that are too stale to EXPIRED; returns the step at which the next one will be."""
+        upcoming = NEVER
+        for rollout in group:
+            if rollout.status is Status.COMPLETED or rollout.status is Status.ABORTED:
+                expires_at = self.expires_at(rollout)
+                if expires_at <= train_step:
+                    rollout.status = Status.EXPIRED
+                elif expires_at < upcoming:
+                    upcoming = expires_at
+        return upcoming
+
+
+def rollout_staleness(rollout: RolloutState, train_step: int) -> int:
+    """Of its oldest token."""
+    steps = rollout.response.steps
+    return calculate_seq_staleness(min(step for step, _ in steps), train_step) if steps else 0
+
+
+def group_staleness(group: Group, train_step: int) -> int:
+    return max((rollout_staleness(rollout, train_step) for rollout in group), default=0)
