@@ -1,7 +1,7 @@
 """How many groups to make, when, from which weights: progress, strategies, and the manager that runs them."""
 
 from penstock.produce.async_strategy import AsyncProduceStrategy, AsyncProduceStrategyConfig
-from penstock.produce.config import AgentLoopManagerConfig, TaskSpecConfig, World
+from penstock.produce.config import AgentLoopManagerConfig, TaskSpecConfig, World, load_prompts
 from penstock.produce.context import ProduceContext
 from penstock.produce.failures import FailurePolicyConfig
 from penstock.produce.manager import AgentLoopManager, AgentLoopManagerStatus
@@ -45,4 +45,5 @@ __all__ = [
     "default_is_valid_sample",
     "default_should_continue",
     "has_different_rewards",
+    "load_prompts",
 ]

@@ -11,7 +11,8 @@ import pydantic
 
 from penstock.agent_loop import AgentLoopConfig
 from penstock.config import Config
-from penstock.data import SamplerConfig
+from penstock.data import PromptSet, SamplerConfig
+from penstock.errors import DatasetError
 from penstock.judger import JudgerConfig, JudgerSet, as_judger_config
 from penstock.ports import Engine, Placement, Tokenizer
 from penstock.produce.context import TaskRuntime
@@ -51,8 +52,8 @@ class World(msgspec.Struct, kw_only=True):
     tokenizer: Tokenizer
     judgers: JudgerSet
     buffer: ReplayBuffer
-    context: int
-    """The model's limit for prompt and answer together."""
+    prompts: dict[str, PromptSet]
+    """By task, as `load_prompts` made them."""
     run_seed: int = 0
     sync_weights_interval: int = 1
     dead_letters: Path | None = None
@@ -84,8 +85,8 @@ class AgentLoopManagerConfig(Config):
         for task in self.task_list:
             yield from _task_problems(task, self.failures)
 
-    def build(self, world: World) -> AgentLoopManager:
-        """Scans every task's dataset. Raises DatasetError with all problems of all tasks."""
+    def build(self, world: World, manager: type[AgentLoopManager] = AgentLoopManager) -> AgentLoopManager:
+        """`manager` may be a subclass, to divide the batch another way."""
         dead_letters = DeadLetters(world.dead_letters)
         tasks = [
             Task(
@@ -95,7 +96,7 @@ class AgentLoopManagerConfig(Config):
             )
             for task in self.task_list
         ]
-        return AgentLoopManager(
+        return manager(
             tasks,
             engine=world.engine,
             buffer=world.buffer,
@@ -118,18 +119,35 @@ class AgentLoopManagerConfig(Config):
                 run_seed=world.run_seed,
                 placement=world.placement,
             ),
-            sampler=task.sampler_config.build(
-                world.tokenizer,
-                waiting=world.buffer,
-                max_tokens=task.agent_loop_config.sample_params.max_tokens,
-                context=world.context,
-                data_sources=judger_config.data_sources if judger_config is not None else None,
-            ),
+            sampler=task.sampler_config.build(world.prompts[task.task_name], waiting=world.buffer),
             buffer=world.buffer,
             stale_rule=task.produce_strategy_config.stale_rule(world.sync_weights_interval),
             is_valid_sample=task.produce_strategy_config.is_valid_sample_fn,
             failures=FailurePolicy(self.failures, dead_letters),
         )
+
+
+def load_prompts(tasks: list[TaskSpecConfig], tokenizer: Tokenizer, *, context: int) -> dict[str, PromptSet]:
+    """Scan the datasets of all tasks, before any device is used. Raises DatasetError with every problem of every one.
+
+    `context` is the model's limit for prompt and answer together.
+    """
+    prompts: dict[str, PromptSet] = {}
+    problems: list[str] = []
+    for task in tasks:
+        judger = task.judger
+        try:
+            prompts[task.task_name] = task.sampler_config.dataset.load(
+                tokenizer,
+                context=context,
+                max_tokens=task.agent_loop_config.sample_params.max_tokens,
+                data_sources=judger.data_sources if judger is not None else None,
+            )
+        except DatasetError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise DatasetError(problems)
+    return prompts
 
 
 def _task_problems(task: TaskSpecConfig, failures: FailurePolicyConfig) -> Iterator[str]:

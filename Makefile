@@ -1,0 +1,41 @@
+# `make demo` sets up a virtual environment, trains a model and shows the run. `make help` lists the rest.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# Exact, and installed before everything else: a plain `torch` pulls the newest release with gigabytes of CUDA.
+TORCH := torch==2.13.0
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## the virtual environment in .venv, with the versions of constraints.txt
+
+# The stamp is written last: an interrupted setup is done again.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Use make PYTHON=python3.12"; exit 1; }
+	@rm -f $@
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,math,gym]'
+	@touch $@
+
+demo: $(READY) ## train a model with the recipe quickstart, into runs/quickstart (-2, -3, ...)
+	$(BIN)/penstock train quickstart --next-run-dir
+
+test: $(READY) ## all tests
+	$(BIN)/python -m pytest tests
+
+lint: $(READY) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY) ## every benchmark; each prints one JSON line per figure
+	@set -e; for file in benchmarks/bench_*.py; do $(BIN)/python $$file; done

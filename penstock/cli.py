@@ -1,0 +1,334 @@
+"""The `penstock` command.
+
+    penstock train RECIPE_OR_FILE [--set path.to.key=value ...] [--run-dir DIR]
+    penstock eval RECIPE_OR_FILE --model PATH [--set ...]
+    penstock recipes [show NAME | copy NAME [FILE]]
+    penstock models [NAME]
+
+Exit codes: 0 done, 1 the run could not go on, 2 refused before anything ran, 130 interrupted. A configuration is
+checked before torch is imported, so that a typo costs a second. The environment is read here and nowhere else:
+PENSTOCK_HOME moves the model cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from penstock import __version__
+from penstock.errors import ConfigError, RefusedError, RunError
+
+if TYPE_CHECKING:
+    from penstock.config import Config
+    from penstock.trainer.display import Display
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+        return 0
+    except RefusedError as error:
+        for problem in error.problems:
+            print(f"penstock: {problem}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of a listing left (`penstock recipes | head`). Python would complain once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def train(options: argparse.Namespace) -> None:
+    config = load_config(options.config, options.set)
+    run_dir = _run_dir(options)
+    _use_model_cache()
+    from penstock.trainer.display import make_display
+
+    display = make_display(sys.stdout.isatty())
+    try:
+        trainer: Any = config
+        _announce_model(trainer.model, display)
+        trainer.build(run_dir=run_dir, display=display).fit()
+    finally:
+        display.close()
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    config = load_config(options.config, [f"model={json.dumps(options.model)}", *options.set])
+    if getattr(config, "evaluator", None) is None:
+        raise ConfigError(f"{options.config}: trainer.evaluator is None; there is nothing to evaluate")
+    _use_model_cache()
+    from penstock.trainer.display import eval_line, make_display
+
+    display = make_display(sys.stdout.isatty())
+    try:
+        trainer: Any = config
+        _announce_model(trainer.model, display)
+        metrics = trainer.evaluate(display=display)
+    finally:
+        display.close()
+    print(eval_line(metrics))
+
+
+def list_recipes(options: argparse.Namespace) -> None:
+    names = recipe_names()
+    width = max(map(len, names), default=0)
+    for name in names:
+        print(f"{name:<{width}}  {_first_line(_recipe(name))}")
+
+
+def show_recipe(options: argparse.Namespace) -> None:
+    print(_recipe(options.name).read_text(encoding="utf-8"), end="")
+
+
+def copy_recipe(options: argparse.Namespace) -> None:
+    source = _recipe(options.name)
+    target = Path(options.file or f"{options.name}.py")
+    try:
+        # Exclusive creation: never overwrites, also when two copies race.
+        with target.open("x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise ConfigError(f"{target} exists; name another file: penstock recipes copy {options.name} FILE") from None
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error}") from error
+    print(f"{target}: edit it, then run penstock train {target}")
+
+
+def models(options: argparse.Namespace) -> None:
+    from penstock.models import KNOWN_MODELS, find_cached, resolve_model
+
+    _use_model_cache()
+    if options.name:
+        print(resolve_model(options.name))
+        return
+    width = max(map(len, KNOWN_MODELS))
+    for name, description in KNOWN_MODELS.items():
+        place = find_cached(name) or "not made yet"
+        print(f"{name:<{width}}  {description}\n{'':<{width}}  {place}")
+    print("A directory in Hugging Face format or a hub id (owner/name) works too.")
+
+
+def load_config(name: str, settings: Sequence[str] = ()) -> Config:
+    """The checked `trainer` of a recipe or file with `--set` values applied. Raises ConfigError with all problems."""
+    from penstock.config import Config, nearest
+
+    module = _load_module(name)
+    config = getattr(module, "trainer", None)
+    if not isinstance(config, Config):
+        found = [key for key, value in vars(module).items() if isinstance(value, Config)]
+        hint = nearest("trainer", found) if found else ""
+        raise ConfigError(f"{module.__file__}: it must set `trainer` to a trainer's configuration.{hint}")
+    problems: list[str] = []
+    for setting in settings:
+        try:
+            config = _apply(config, setting)
+        except ConfigError as error:
+            problems += error.problems
+    try:
+        config.check()
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def parse_value(text: str) -> Any:
+    """JSON, else a Python literal, else the text itself: `1e-5`, `true`, `None`, `[1, 2]`, `runs/x`."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def recipe_names() -> list[str]:
+    return sorted(path.stem for path in RECIPES.glob("*.py") if not path.stem.startswith("_"))
+
+
+def next_free(directory: Path) -> Path:
+    """The directory itself, or `-2`, `-3`, ... when it is taken."""
+    candidate, number = directory, 1
+    while _is_taken(candidate):
+        number += 1
+        candidate = directory.with_name(f"{directory.name}-{number}")
+    return candidate
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="penstock", description="Reinforcement learning for language models.")
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("train", help="train a model as a recipe or your own file says")
+    _add_config(command)
+    place = command.add_mutually_exclusive_group()
+    place.add_argument("--run-dir", type=Path, metavar="DIR", help="where the run is kept (default: runs/<recipe>)")
+    place.add_argument("--next-run-dir", action="store_true", help="take runs/<recipe>-2, -3, ... when it exists")
+    command.set_defaults(run=train)
+
+    command = commands.add_parser("eval", help="evaluate a model as a recipe says, without training")
+    _add_config(command)
+    command.add_argument("--model", required=True, metavar="PATH", help="a model's directory or name")
+    command.set_defaults(run=evaluate)
+
+    command = commands.add_parser("recipes", help="list, show or copy the recipes")
+    command.set_defaults(run=list_recipes)
+    actions = command.add_subparsers(metavar="ACTION")
+    action = actions.add_parser("show", help="print a recipe")
+    action.add_argument("name", metavar="NAME")
+    action.set_defaults(run=show_recipe)
+    action = actions.add_parser("copy", help="copy a recipe, to change it")
+    action.add_argument("name", metavar="NAME")
+    action.add_argument("file", metavar="FILE", nargs="?")
+    action.set_defaults(run=copy_recipe)
+
+    command = commands.add_parser("models", help="list the known models, or make one ready and print its directory")
+    command.add_argument("name", metavar="NAME", nargs="?")
+    command.set_defaults(run=models)
+    return parser
+
+
+def _add_config(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "config", metavar="RECIPE_OR_FILE", help="a recipe's name, or a Python file that sets `trainer`"
+    )
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a field: --set train.lr=2e-5 --set manager.tasks.0.weight=2",
+    )
+
+
+def _run_dir(options: argparse.Namespace) -> Path:
+    directory: Path = options.run_dir or Path("runs") / Path(options.config).stem
+    if options.next_run_dir:
+        return next_free(directory)
+    if _is_taken(directory):
+        raise ConfigError(
+            f"{directory} exists and is not empty; name another with --run-dir {directory}-2, or remove it first"
+        )
+    return directory
+
+
+def _is_taken(directory: Path) -> bool:
+    try:
+        return any(directory.iterdir())
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+def _use_model_cache() -> None:
+    home = os.environ.get("PENSTOCK_HOME")
+    if home:
+        from penstock.models import set_cache_directory
+
+        set_cache_directory(Path(home).expanduser() / "models")
+
+
+def _announce_model(name: str, display: Display) -> None:
+    from penstock.models import KNOWN_MODELS, find_cached
+
+    if name in KNOWN_MODELS and find_cached(name) is None:
+        display.note(f"making the model {name} ready, this once: {KNOWN_MODELS[name]}")
+
+
+def _recipe(name: str) -> Path:
+    from penstock.config import nearest
+
+    if name not in recipe_names():
+        raise ConfigError(f"there is no recipe {name!r}.{nearest(name, recipe_names())}")
+    return RECIPES / f"{name}.py"
+
+
+def _first_line(path: Path) -> str:
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+
+
+def _load_module(name: str) -> ModuleType:
+    path = Path(name)
+    if name in recipe_names():
+        return _run_file(RECIPES / f"{name}.py", f"penstock.recipes.{name}")
+    if path.suffix != ".py" and not path.exists():
+        from penstock.config import nearest
+
+        raise ConfigError(
+            f"there is no recipe {name!r}.{nearest(name, recipe_names())} Recipes: {', '.join(recipe_names())}. "
+            "A configuration of your own is a file that ends in .py."
+        )
+    if not path.is_file():
+        raise ConfigError(f"configuration file {name} does not exist")
+    # As when Python runs the file: its neighbours can be imported, and worker processes find its functions by name.
+    sys.path.insert(0, str(path.parent.resolve()))
+    taken = path.stem in sys.modules or not path.stem.isidentifier()
+    return _run_file(path, f"penstock_configuration_{path.stem}" if taken else path.stem)
+
+
+def _run_file(path: Path, module_name: str) -> ModuleType:
+    """Import a configuration file. Whatever goes wrong in it is the file's problem, at a line of it."""
+    from importlib.machinery import SourceFileLoader
+
+    loader = SourceFileLoader(module_name, str(path))
+    spec = importlib.util.spec_from_loader(module_name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        loader.exec_module(module)
+    except RefusedError as error:
+        where = _line_in(path, error)
+        raise ConfigError([p if str(path) in p else f"{p} {where}" for p in error.problems]) from None
+    except SyntaxError as error:
+        raise ConfigError(f"{error.filename or path}:{error.lineno}: {error.msg}") from None
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{_line_in(path, error)}: {type(error).__name__}: {error}") from None
+    return module
+
+
+def _line_in(path: Path, error: BaseException) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"{path}:{frames[-1].lineno}" if frames else str(path)
+
+
+def _apply(config: Config, setting: str) -> Config:
+    key, equals, text = setting.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {setting}: it must be KEY=VALUE, like --set train.lr=2e-5")
+    try:
+        return config.replace(key, parse_value(text))
+    except ConfigError as error:
+        # A constructor names the line that called it, which is in this file; what the user wrote says more.
+        problems = [p.partition(f" {__file__}:")[0] for p in error.problems]
+        raise ConfigError([p if p.startswith("--set") else f"--set {setting}: {p}" for p in problems]) from None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"--set {setting}: {error}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

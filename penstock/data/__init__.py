@@ -1,0 +1,23 @@
+"""Prompts in: datasets with a strict scan, built-in tasks, and the sampler that draws from them."""
+
+from penstock.data.dataset import DatasetConfig
+from penstock.data.generators import AdditionConfig, GeneratorConfig, ReverseWordConfig, SortLettersConfig, WordConfig
+from penstock.data.gym import ReasoningGymConfig
+from penstock.data.prompts import PromptSet, PromptSourceConfig
+from penstock.data.sampler import EndOfData, Sampler, SamplerConfig, WaitingGroups
+
+__all__ = [
+    "AdditionConfig",
+    "DatasetConfig",
+    "EndOfData",
+    "GeneratorConfig",
+    "PromptSet",
+    "PromptSourceConfig",
+    "ReasoningGymConfig",
+    "ReverseWordConfig",
+    "Sampler",
+    "SamplerConfig",
+    "SortLettersConfig",
+    "WaitingGroups",
+    "WordConfig",
+]

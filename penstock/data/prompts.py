@@ -1,0 +1,206 @@
+"""What every source of prompts has in common: the interface, the checks, and the set of prompts that comes out.
+
+A source hands its rows to a `PromptScan`, one by one. The scan renders each prompt once with the model's chat
+template, checks it, and keeps going after a bad row, so that one `DatasetError` names every problem.
+"""
+
+from __future__ import annotations
+
+import abc
+import collections
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock.config import Config, nearest
+from penstock.errors import DatasetError
+from penstock.ports import Tokenizer
+from penstock.rollout import Prompt, pack_ids
+
+LISTED_PROBLEMS = 50
+"""How many problems an error spells out; the rest is counted by kind."""
+
+
+class Problem(NamedTuple):
+    kind: str
+    """A few words, the same for every row with this problem; what is not listed is counted under it."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """The prompts of one source, ready to be drawn."""
+
+    prompts: Sequence[Prompt]
+    dropped: int = 0
+    """Over-long prompts left out because the configuration asked for it."""
+    quarantined: int = 0
+    """Bad rows set aside because the configuration asked for it."""
+    problems: tuple[str, ...] = ()
+    """What was wrong with the quarantined rows, as `file:line: problem`."""
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+class PromptSourceConfig(Config):
+    """Where prompts come from: a dataset file or a generator."""
+
+    @abc.abstractmethod
+    def load(
+        self, tokenizer: Tokenizer, *, context: int | None, max_tokens: int, data_sources: frozenset[str] | None
+    ) -> PromptSet:
+        """Every prompt, rendered and checked. Raises one DatasetError with all problems of all rows.
+
+        `context` is the model's limit for prompt and answer together, `max_tokens` the answer's budget,
+        `data_sources` the names that the judger has a branch for; None checks nothing.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a prompt must keep to."""
+
+    max_tokens: int
+    context: int | None = None
+    data_sources: frozenset[str] | None = None
+    max_prompt_tokens: int | None = None
+    drop_over_long: bool = False
+    quarantine: int = 0
+    """How many bad rows may be set aside."""
+
+
+class PromptScan:
+    """Collects prompts and problems; `finish` gives the prompts or raises the problems."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: Limits, *, source: str) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._source = source
+        self._prompts: list[Prompt] = []
+        self._dropped = 0
+        self._bad_rows = 0
+        self._unread = False
+        self._listed: list[str] = []
+        self._kinds: collections.Counter[str] = collections.Counter()
+        self._tools: dict[bytes, tuple[dict[str, Any], ...]] = {}
+        self._names: dict[str, str] = {}
+
+    def add(self, where: str, prompt: Prompt, problems: Sequence[Problem] = ()) -> None:
+        """Check and render one prompt. `where` is its `file:line`, `problems` what its row is already blamed for."""
+        stored = _as_stored(prompt)
+        if isinstance(stored, Problem):
+            self.refuse(where, [*problems, stored])
+            return
+        self._check(where, stored, [*problems, *_text_problems(stored)])
+
+    def refuse(self, where: str, problems: Sequence[Problem]) -> None:
+        """Note a row that cannot be used, with everything that is wrong with it."""
+        self._bad_rows += 1
+        for kind, text in problems:
+            self._kinds[kind] += 1
+            # Bounded, however bad the file is; rows that may be quarantined are listed in full.
+            if len(self._listed) < LISTED_PROBLEMS or self._bad_rows <= self._limits.quarantine:
+                self._listed.append(f"{where}: {text}")
+
+    def give_up(self, where: str, problem: Problem) -> None:
+        """Note that the source cannot be read from here on. No quarantine covers rows that nobody saw."""
+        self._unread = True
+        self._kinds[problem.kind] += 1
+        self._listed.insert(0, f"{where}: {problem.text}")
+
+    def finish(self) -> PromptSet:
+        if self._unread or self._bad_rows > self._limits.quarantine:
+            raise DatasetError(self._report())
+        if not self._prompts:
+            reason = f"{self._dropped} dropped as over-long, {self._bad_rows} quarantined"
+            raise DatasetError(f"{self._source}: no prompt is left ({reason})")
+        return PromptSet(self._prompts, self._dropped, self._bad_rows, tuple(self._listed))
+
+    def _check(self, where: str, prompt: Prompt, problems: list[Problem]) -> None:
+        limits = self._limits
+        if limits.data_sources is not None and prompt.data_source not in limits.data_sources:
+            hint = nearest(prompt.data_source, list(limits.data_sources))
+            text = f"data_source {prompt.data_source!r} has no judger branch.{hint}"
+            problems.append(Problem("data_source without a judger branch", text))
+        ids = self._render(prompt, problems)
+        too_long = self._length_problems(len(ids) // 4)
+        if too_long and not problems and limits.drop_over_long:
+            self._dropped += 1
+            return
+        problems += too_long
+        if problems:
+            self.refuse(where, problems)
+        else:
+            self._prompts.append(self._compact(prompt, ids))
+
+    def _report(self) -> list[str]:
+        listed = self._listed[:LISTED_PROBLEMS]
+        hidden = sum(self._kinds.values()) - len(listed)
+        if hidden:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in self._kinds.most_common())
+            listed.append(f"{self._source}: and {hidden} more problems; in all: {kinds}")
+        if self._limits.quarantine and not self._unread:
+            cap = f"{self._bad_rows} bad rows; quarantine allows {self._limits.quarantine}"
+            listed.append(f"{self._source}: {cap}")
+        return listed
+
+    def _render(self, prompt: Prompt, problems: list[Problem]) -> bytes:
+        if prompt.ids or not prompt.messages:
+            return prompt.ids
+        try:
+            ids = self._tokenizer.render(prompt.messages, prompt.tools)
+        except Exception as error:  # whatever a chat template raises belongs to the row it was given
+            problems.append(Problem("refused by the chat template", f"the chat template refuses it: {error}"))
+            return b""
+        if not ids:
+            problems.append(Problem("empty prompt", "the prompt has no tokens"))
+        return pack_ids(ids)
+
+    def _length_problems(self, n: int) -> list[Problem]:
+        limits, found = self._limits, []
+        if limits.max_prompt_tokens is not None and n > limits.max_prompt_tokens:
+            text = f"the prompt has {n} tokens; max_prompt_tokens is {limits.max_prompt_tokens}"
+            found.append(Problem("over-long prompt", text))
+        if limits.context is not None and n + limits.max_tokens > limits.context:
+            text = (
+                f"the prompt has {n} tokens; with max_tokens {limits.max_tokens} "
+                f"that exceeds the model's context of {limits.context}"
+            )
+            found.append(Problem("prompt and answer exceed the context", text))
+        return found
+
+    def _compact(self, prompt: Prompt, ids: bytes) -> Prompt:
+        """The prompt with its ids; tools and names that repeat from row to row are stored once."""
+        tools = self._tools.setdefault(msgspec.msgpack.encode(prompt.tools), prompt.tools)
+        name = self._names.setdefault(prompt.data_source, prompt.data_source)
+        return msgspec.structs.replace(prompt, ids=ids, tools=tools, data_source=name)
+
+
+def _as_stored(prompt: Prompt) -> Prompt | Problem:
+    """The prompt as a ledger gives it back, so that judging does not depend on whether the run was restarted."""
+    try:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(prompt), type=Prompt)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        return Problem("cannot be stored", f"the prompt cannot be stored: {error}")
+
+
+def _text_problems(prompt: Prompt) -> list[Problem]:
+    problems: list[Problem] = []
+    if not prompt.messages and not prompt.ids:
+        problems.append(Problem("empty prompt", "the prompt has no messages"))
+    if len(prompt.ids) % 4:
+        problems.append(Problem("mistyped field", "prompt.ids is not packed int32; use penstock.rollout.pack_ids"))
+    if any(_has_nul(value) for value in (prompt.messages, prompt.ground_truth, prompt.data_source)):
+        problems.append(Problem("NUL", "a text holds a NUL character"))
+    return problems
+
+
+def _has_nul(value: Any) -> bool:
+    if isinstance(value, str):
+        return "\0" in value
+    if isinstance(value, Mapping):
+        return any(_has_nul(item) for item in value.values())
+    return isinstance(value, list | tuple) and any(_has_nul(item) for item in value)

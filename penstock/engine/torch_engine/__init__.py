@@ -1,0 +1,14 @@
+"""The embedded engine, part by part.
+
+build.py      a model directory becomes a running engine
+engine.py     the async front: one thread that steps, an event loop that never waits for it
+scheduler.py  which requests run in which slots; one step = commands, prefill, decode, sample, finish
+row.py        one request on its way: its tokens, budget and end
+prefix.py     prompts computed once and shared by a group
+cache.py      keys and values, one slot per running answer
+attention.py  one new token per slot over the cache, and a prompt over itself
+forward.py    fused forward of the Llama and Qwen families
+generic.py    any transformers causal LM through its own forward
+weights.py    Hugging Face names to places in the engine's layout, all or nothing
+sampling.py   logits and one uniform per row to a token and its logprob
+"""

@@ -1,0 +1,70 @@
+"""A model directory becomes a running engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from penstock.engine.torch_engine.cpu import check_bfloat16
+from penstock.engine.torch_engine.engine import EmbeddedEngine
+from penstock.engine.torch_engine.forward import FusedModel, can_fuse
+from penstock.engine.torch_engine.generic import GenericModel
+from penstock.engine.torch_engine.model import LanguageModel
+from penstock.engine.torch_engine.scheduler import Finish, Scheduler
+from penstock.errors import ModelError
+from penstock.ports import Tokenizer
+
+if TYPE_CHECKING:
+    from penstock.engine.config import EmbeddedEngineConfig
+
+
+def build_engine(
+    config: EmbeddedEngineConfig, model_dir: str, tokenizer: Tokenizer, *, deterministic: bool, threads: int | None
+) -> EmbeddedEngine:
+    model, limit = load_model(config, model_dir, deterministic=deterministic)
+    max_context = limit if config.max_context is None else config.max_context
+    if max_context > limit:
+        raise ModelError(f"max_context is {max_context}; the model in {model_dir} has {limit}")
+
+    def make_scheduler(finish: Finish) -> Scheduler:
+        return Scheduler(
+            model,
+            finish,
+            max_running=config.max_running,
+            max_context=max_context,
+            prefill_chunk_tokens=config.prefill_chunk_tokens,
+            stop_ids=tokenizer.stop_ids,
+            deterministic=deterministic,
+        )
+
+    if deterministic:
+        # Kernels split rows among threads; a power of two splits them at the same places for every row count used.
+        threads = 1 << ((threads or torch.get_num_threads()).bit_length() - 1)
+    return EmbeddedEngine(
+        make_scheduler, tokenizer, vocab_size=model.vocab_size, max_context=max_context, threads=threads
+    )
+
+
+def load_model(config: EmbeddedEngineConfig, model_dir: str, *, deterministic: bool) -> tuple[LanguageModel, int]:
+    """The model in the engine's layout, and how many tokens it can hold."""
+    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        check_bfloat16()
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{model_dir}: cannot be loaded as a causal language model: {error}") from error
+    kind = FusedModel if config.fused and can_fuse(loaded.config) else GenericModel
+    return kind(loaded, dtype, device, deterministic=deterministic), _context(loaded.config.get_text_config())
+
+
+def _context(config: Any) -> int:
+    lengths = [getattr(config, "max_position_embeddings", None)]
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None or any(kind != "full_attention" for kind in kinds):
+        lengths.append(getattr(config, "sliding_window", None))
+    return min((length for length in lengths if length), default=1 << 20)

@@ -1,0 +1,92 @@
+"""Keys and values of the running answers: one slot each, in tensors that grow when longer or more answers come.
+
+Slots are the first dimension, so the first n slots are a view. Everything is zero at first: a masked position has
+probability 0, but 0 times a NaN of uninitialised memory would still be NaN.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LENGTH_STEP = 32
+"""Lengths are rounded up to a multiple of this."""
+
+
+class LayerShape(NamedTuple):
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+class Prefix:
+    """Keys and values of one prompt, computed chunk by chunk: `done` of `ids` are there."""
+
+    def __init__(self, ids: Tensor, layers: list[LayerShape], dtype: torch.dtype) -> None:
+        self.ids = ids
+        self.done = 0
+        room = round_up(len(ids))
+
+        def zeros(heads: int, dim: int) -> Tensor:
+            return torch.zeros(heads, room, dim, dtype=dtype, device=ids.device)
+
+        self.keys = [zeros(layer.heads, layer.key_dim) for layer in layers]
+        self.values = [zeros(layer.heads, layer.value_dim) for layer in layers]
+
+    @property
+    def ready(self) -> bool:
+        return self.done == len(self.ids)
+
+
+class SlotCache:
+    def __init__(self, layers: list[LayerShape], dtype: torch.dtype, device: torch.device) -> None:
+        self._layers = layers
+        self._dtype = dtype
+        self._device = device
+        self.slots = 0
+        self.length = 0
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.release()
+
+    def release(self) -> None:
+        """Give the memory back. The next `reserve` takes what is needed then."""
+        self.slots = self.length = 0
+        self.keys = [self._zeros(layer.heads, layer.key_dim) for layer in self._layers]
+        self.values = [self._zeros(layer.heads, layer.value_dim) for layer in self._layers]
+
+    def reserve(self, slots: int, length: int, *, max_slots: int, max_length: int) -> None:
+        """Make room for so many slots of so many tokens; at least doubles what has to grow, up to the maxima."""
+        if slots <= self.slots and length <= self.length:
+            return
+        if slots > self.slots:
+            slots = min(max(slots, 2 * self.slots), max_slots)
+        if length > self.length:
+            length = min(max(round_up(length), 2 * self.length), round_up(max_length))
+        old_slots, old_length = self.slots, self.length
+        self.slots, self.length = max(slots, old_slots), max(length, old_length)
+        for tensors in (self.keys, self.values):
+            for index, old in enumerate(tensors):
+                # One layer at a time: the old and the new cache never both exist as a whole.
+                new = self._zeros(old.shape[1], old.shape[3])
+                new[:old_slots, :, :old_length] = old
+                tensors[index] = new
+
+    def place(self, prefix: Prefix, slot: int) -> None:
+        n = len(prefix.ids)
+        for mine, theirs in zip(self.keys + self.values, prefix.keys + prefix.values, strict=True):
+            mine[slot, :, :n] = theirs[:, :n]
+
+    def copy(self, source: int, slot: int, length: int) -> None:
+        """The first `length` tokens of one slot into another."""
+        for tensor in self.keys + self.values:
+            tensor[slot, :, :length] = tensor[source, :, :length]
+
+    def _zeros(self, heads: int, dim: int) -> Tensor:
+        return torch.zeros(self.slots, heads, self.length, dim, dtype=self._dtype, device=self._device)
+
+
+def round_up(length: int) -> int:
+    return -(-length // LENGTH_STEP) * LENGTH_STEP

@@ -1,0 +1,271 @@
+"""The async front of the embedded engine: one thread that steps, and an event loop that never waits for it.
+
+Calls become commands. The thread runs the commands that arrived between two steps, in order, so every call is answered
+after at most one step; with nothing to do it waits on a condition. Answers return through the caller's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from penstock.engine.torch_engine.row import Row
+from penstock.engine.torch_engine.scheduler import Outcome, Scheduler
+from penstock.errors import DataFailure, InfrastructureFailure, RunError
+from penstock.ports import Completion, EngineStats, GenerateRequest, PauseMode, Tokenizer, WeightSource
+from penstock.rollout import FinishReason, unpack_ids
+
+T = TypeVar("T")
+_NOTHING = Completion(ids=b"", logprobs=b"", finish_reason=FinishReason.ABORT, steps=())
+
+
+class EmbeddedEngine:
+    """The `Engine` port over a `Scheduler` in a thread of its own."""
+
+    def __init__(
+        self,
+        make_scheduler: Callable[[Callable[[Row, Outcome], None]], Scheduler],
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        max_context: int,
+        threads: int | None,
+    ) -> None:
+        self._scheduler = make_scheduler(self._finished)
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_context = max_context
+        self._threads = threads
+        self._changed = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._unanswered: set[asyncio.Future[Any]] = set()
+        """Of calls and requests alike: all that must fail when the thread ends. Guarded by the condition."""
+        self._outbox: list[tuple[asyncio.Future[Any], Any]] = []
+        """Answers not handed over yet. Only the thread touches it."""
+        self._pause: PauseMode | None = None
+        self._closing = False
+        self._death: BaseException | None = None
+        """What ended the thread, unless it was closed. Guarded by the condition, as is `_ended`."""
+        self._ended = False
+        self._busy_seconds = 0.0
+        self._thread = threading.Thread(target=self._serve, name="penstock-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self._check(request)
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        row = Row(request, self._tokenizer, answer)
+        if row.budget <= 0:
+            return Completion(ids=b"", logprobs=b"", finish_reason=FinishReason.LENGTH, steps=())
+        self._send(lambda: self._start(row), answer)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._drop(row)
+            raise
+
+    async def pause_generation(self, mode: PauseMode = "abort") -> None:
+        def pause() -> None:
+            self._pause = mode
+            if mode == "abort":
+                self._scheduler.end(lambda row: True)
+
+        await self._call(pause)
+
+    async def continue_generation(self) -> None:
+        def resume() -> None:
+            self._pause = None
+
+        await self._call(resume)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        ids = frozenset(request_ids)
+        await self._call(lambda: self._scheduler.end(lambda row: row.request.request_id in ids))
+
+    async def sleep(self) -> None:
+        """Free the cache. Raises RunError unless paused and idle. The weights stay: on a CPU they are shared memory."""
+
+        def release() -> None:
+            if self._pause is None or self._scheduler.has_work:
+                raise RunError(
+                    f"the engine cannot sleep: pause mode {self._pause}, {self._scheduler.running} requests running, "
+                    f"{len(self._scheduler.waiting)} waiting; pause it in mode abort first"
+                )
+            self._scheduler.cache.release()
+
+        await self._call(release)
+
+    async def wake(self) -> None:
+        """The cache comes back with the first request that needs it."""
+        await self._call(lambda: None)
+
+    async def load_weights(self, source: WeightSource, model_step: int) -> None:
+        """Between two steps. Running answers go on with the keys and values they have; each token says its weights."""
+        await self._call(lambda: self._scheduler.load_weights(source, model_step))
+
+    async def model_step(self) -> int:
+        return await self._call(lambda: self._scheduler.model_step)
+
+    async def check_health(self) -> None:
+        await self._call(lambda: None)
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(
+            running=self._scheduler.running,
+            waiting=len(self._scheduler.waiting),
+            generated_tokens=self._scheduler.generated_tokens,
+            busy_seconds=self._busy_seconds,
+            cache_use=self._scheduler.cache_use,
+        )
+
+    @property
+    def computed_prefixes(self) -> int:
+        """How many prompts were computed; siblings that shared one count once."""
+        return self._scheduler.prefixes.computed
+
+    async def close(self) -> None:
+        """End the thread after its current step. Pending requests fail. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def _check(self, request: GenerateRequest) -> None:
+        prompt, given = unpack_ids(request.prompt_ids), unpack_ids(request.response_ids)
+        name = f"request {request.request_id}"
+        if not len(prompt):
+            raise DataFailure(f"{name}: the prompt is empty; it needs at least one token", reason="empty prompt")
+        length = len(prompt) + max(request.params.max_tokens, len(given))
+        if length > self._max_context:
+            raise DataFailure(
+                f"{name}: {len(prompt)} prompt tokens and max_tokens {request.params.max_tokens} are {length}; "
+                f"the context is {self._max_context}. Lower max_tokens or drop long prompts.",
+                reason="context too long",
+            )
+        for ids in (prompt, given, np.asarray(request.params.stop_token_ids, dtype=np.int64)):
+            if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab_size):
+                raise DataFailure(
+                    f"{name}: ids go from {ids.min()} to {ids.max()}; the model knows 0 to {self._vocab_size - 1}",
+                    reason="token outside vocabulary",
+                )
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        """Run `work` in the engine's thread between two steps, and hand back what it returns or raises."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def run() -> None:
+            try:
+                result = work()
+            except RunError as error:
+                self._answer(answer, error)
+            else:
+                self._answer(answer, result)
+
+        self._send(run, answer)
+        return await answer
+
+    def _send(self, command: Callable[[], None], answer: asyncio.Future[T]) -> None:
+        with self._changed:
+            if self._ended or self._closing:
+                raise self._why_ended()
+            self._unanswered.add(answer)
+            self._commands.append(command)
+            self._changed.notify()
+
+    def _drop(self, row: Row) -> None:
+        with self._changed:
+            self._unanswered.discard(row.answer)
+            self._commands.append(lambda: self._scheduler.end(lambda other: other is row))
+            self._changed.notify()
+
+    def _answer(self, answer: asyncio.Future[T], outcome: T | Exception) -> None:
+        self._outbox.append((answer, outcome))
+
+    def _deliver(self) -> None:
+        """Hand over what was answered, in order, when the state behind the answers is settled."""
+        outbox, self._outbox = self._outbox, []
+        if not outbox:
+            return
+        with self._changed:
+            self._unanswered.difference_update(answer for answer, _ in outbox)
+        loops = {answer.get_loop() for answer, _ in outbox}
+        for loop in loops:
+            # A loop that was closed with requests still running has nobody left to hear.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_resolve, [pair for pair in outbox if pair[0].get_loop() is loop])
+
+    def _finished(self, row: Row, outcome: Outcome) -> None:
+        self._answer(row.answer, outcome)
+
+    def _start(self, row: Row) -> None:
+        if self._pause == "abort":
+            self._answer(row.answer, _NOTHING)
+        else:
+            self._scheduler.add(row)
+
+    def _serve(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        death = None
+        try:
+            with torch.inference_mode():
+                while self._next_commands():
+                    if self._working:
+                        started = time.perf_counter()
+                        self._scheduler.step()
+                        self._busy_seconds += time.perf_counter() - started
+                        self._deliver()
+        except BaseException as error:
+            # Whatever ends this thread, those who wait must hear of it.
+            death = error
+        self._deliver()
+        with self._changed:
+            self._ended, self._death = True, death
+            left = list(self._unanswered)
+            self._commands.clear()
+        for answer in left:
+            self._answer(answer, self._why_ended())
+        self._deliver()
+
+    def _why_ended(self) -> InfrastructureFailure:
+        if self._death is None:
+            return InfrastructureFailure("the engine was closed", reason="engine closed")
+        failure = InfrastructureFailure(f"the engine's thread died: {self._death!r}", reason="engine died")
+        failure.__cause__ = self._death
+        return failure
+
+    @property
+    def _working(self) -> bool:
+        return self._pause is None and self._scheduler.has_work
+
+    def _next_commands(self) -> bool:
+        """Wait until there is something to do and run what was asked; False when closing."""
+        with self._changed:
+            while not (self._commands or self._closing or self._working):
+                self._changed.wait()
+            if self._closing:
+                return False
+            commands, self._commands = self._commands, deque()
+        for command in commands:
+            command()
+        self._deliver()
+        return True
+
+
+def _resolve(outcomes: list[tuple[asyncio.Future[Any], Any]]) -> None:
+    for answer, outcome in outcomes:
+        if answer.done():  # Its caller was cancelled.
+            continue
+        if isinstance(outcome, Exception):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)

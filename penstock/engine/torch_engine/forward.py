@@ -1,0 +1,226 @@
+"""Fused forward of the Llama and Qwen families: one matrix for q, k and v, one for gate and up, the cache in place.
+
+Linear weights are kept transposed (in x out): at a few dozen rows a plain matrix product of that layout is a third
+faster on a CPU than the (out x in) one of `nn.Linear`. Every call takes a flat list of tokens; who they belong to
+matters to attention alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.engine.torch_engine.attention import attend, attend_in_blocks, attend_prompt, decode_mask
+from penstock.engine.torch_engine.cache import LayerShape, Prefix, SlotCache, round_up
+from penstock.engine.torch_engine.weights import load_into
+from penstock.ports import WeightSource
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_ROPES = ("default", "linear", "llama3", "yarn")
+"""Those whose frequencies do not change with the length of the sequence."""
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass
+class Layer:
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    """2 x d: the weight of the q norm, that of the k norm."""
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+def can_fuse(config: Any) -> bool:
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = getattr(config, "layer_types", None) or ["full_attention"]
+    window = getattr(config, "sliding_window", None) if config.model_type == "mistral" else None
+    return (
+        config.model_type in _FAMILIES
+        and config.hidden_act == "silu"
+        and rope.get("rope_type", "default") in _ROPES
+        and rope.get("partial_rotary_factor", 1.0) == 1.0
+        and set(kinds) == {"full_attention"}
+        and window is None
+    )
+
+
+class FusedModel:
+    """The engine's own copy of a model's weights, in its own layout and dtype."""
+
+    def __init__(self, model: Any, dtype: torch.dtype, device: torch.device, *, deterministic: bool) -> None:
+        config = model.config
+        self.vocab_size: int = config.vocab_size
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.dtype, self.device = dtype, device
+        self.cache_layers = [LayerShape(self.kv_heads, self.head_dim, self.head_dim)] * config.num_hidden_layers
+        self._deterministic = deterministic
+        self._eps: float = config.rms_norm_eps
+        self._rotary = model.model.rotary_emb.to(device)
+        self._rope = self._rope_table(0)
+        self._norm_of_head = torch.tensor([0] * self.heads + [1] * self.kv_heads, device=device)
+        self._places: dict[str, Tensor] = {}
+        state = model.state_dict()
+        self._embedding = self._own("model.embed_tokens.weight", state)
+        self._norm = self._own("model.norm.weight", state)
+        tied = bool(config.tie_word_embeddings)
+        self._head = self._embedding if tied else self._own("lm_head.weight", state)
+        self._optional = frozenset({"lm_head.weight"} if tied else ())
+        self._layers = [self._own_layer(index, state) for index in range(config.num_hidden_layers)]
+
+    def load(self, source: WeightSource) -> None:
+        load_into(self._places, source, optional=self._optional)
+
+    def prefill(self, parts: list[tuple[Prefix, int]]) -> None:
+        """Compute the next tokens of each prefix: as many as its number says."""
+        ids, positions, spans = [], [], []
+        offset = 0
+        for prefix, count in parts:
+            # Deterministic: a length of few values; causal attention keeps the padding out of what counts.
+            width = round_up(count) if self._deterministic else count
+            chunk = prefix.ids[prefix.done : prefix.done + count]
+            ids.append(F.pad(chunk, (0, width - count)))
+            positions.append(torch.arange(prefix.done, prefix.done + width, device=self.device))
+            spans.append((prefix, prefix.done, offset, width))
+            offset += width
+
+        def attend_parts(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            outs = []
+            for prefix, start, at, width in spans:
+                keys, values = prefix.keys[layer][:, : start + width], prefix.values[layer][:, : start + width]
+                keys[:, start:] = key[at : at + width].transpose(0, 1)
+                values[:, start:] = value[at : at + width].transpose(0, 1)
+                outs.append(attend_prompt(query[at : at + width], keys, values, start))
+            return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+        self._run(torch.cat(ids), torch.cat(positions), attend_parts)
+        for prefix, count in parts:
+            prefix.done += count
+
+    def decode(self, ids: Tensor, positions: Tensor, cache: SlotCache, length: int) -> Tensor:
+        """One token for each of the first n slots, at its position; logits in float32. Reads `length` of the cache."""
+        n = len(ids)
+        rows = torch.arange(n, device=self.device)
+        attention = attend_in_blocks if self._deterministic else attend
+        mask = decode_mask(positions, length, torch.float32 if self._deterministic else self.dtype)
+
+        def attend_slots(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = cache.keys[layer], cache.values[layer]
+            keys[rows, :, positions] = key
+            values[rows, :, positions] = value
+            folded = query.reshape(n, self.kv_heads, -1, self.head_dim)
+            return attention(folded, keys[:n, :, :length], values[:n, :, :length], mask)
+
+        hidden = self._run(ids, positions, attend_slots)
+        return F.linear(F.rms_norm(hidden, self._norm.shape, self._norm, self._eps), self._head).float()
+
+    def _run(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        cos, sin = self._rope_at(positions)
+        tokens, heads, both = len(ids), self.heads, self.heads + self.kv_heads
+        half = self.head_dim // 2
+        hidden = self._embedding[ids]
+        for index, layer in enumerate(self._layers):
+            x = F.rms_norm(hidden, layer.input_norm.shape, layer.input_norm, self._eps)
+            qkv = _product(x, layer.qkv, layer.qkv_bias).view(tokens, -1, self.head_dim)
+            qk = qkv[:, :both]
+            if layer.qk_norm is not None:
+                qk = F.rms_norm(qk, (self.head_dim,), None, self._eps) * layer.qk_norm[self._norm_of_head]
+            # sin carries the sign of rotate_half, so the rotation is a roll.
+            qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin)
+            attended = attend(index, qk[:, :heads], qk[:, heads:], qkv[:, both:]).reshape(tokens, -1)
+            hidden = torch.addmm(hidden, attended, layer.out)
+            if layer.out_bias is not None:
+                hidden += layer.out_bias
+            x = F.rms_norm(hidden, layer.mlp_norm.shape, layer.mlp_norm, self._eps)
+            gate, up = _product(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            hidden = torch.addmm(hidden, F.silu(gate).mul_(up), layer.down)
+            if layer.down_bias is not None:
+                hidden += layer.down_bias
+        return hidden
+
+    def _rope_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        last = int(positions.max())
+        if last >= len(self._rope[0]):
+            self._rope = self._rope_table(max(2 * len(self._rope[0]), round_up(last + 1)))
+        cos, sin = self._rope
+        return cos[positions], sin[positions]
+
+    def _rope_table(self, length: int) -> tuple[Tensor, Tensor]:
+        """cos and signed sin for each position: length x 1 x d."""
+        places = torch.arange(length, device=self.device)[None]
+        cos, sin = self._rotary(torch.empty(0, dtype=self.dtype, device=self.device), places)
+        cos, sin = cos[0, :, None], sin[0, :, None].clone()
+        sin[..., : self.head_dim // 2] *= -1
+        return cos, sin
+
+    def _own(self, name: str, state: dict[str, Tensor]) -> Tensor:
+        own = state[name].detach().to(self.device, self.dtype, copy=True)
+        self._places[name] = own
+        return own
+
+    def _own_layer(self, index: int, state: dict[str, Tensor]) -> Layer:
+        at = f"model.layers.{index}."
+        attention, mlp = at + "self_attn.", at + "mlp."
+        qkv, qkv_bias = self._join([attention + f"{part}_proj" for part in "qkv"], state)
+        gate_up, gate_up_bias = self._join([mlp + "gate_proj", mlp + "up_proj"], state)
+        out, out_bias = self._join([attention + "o_proj"], state)
+        down, down_bias = self._join([mlp + "down_proj"], state)
+        return Layer(
+            input_norm=self._own(at + "input_layernorm.weight", state),
+            qkv=qkv,
+            qkv_bias=qkv_bias,
+            qk_norm=self._own_qk_norm(attention, state),
+            out=out,
+            out_bias=out_bias,
+            mlp_norm=self._own(at + "post_attention_layernorm.weight", state),
+            gate_up=gate_up,
+            gate_up_bias=gate_up_bias,
+            down=down,
+            down_bias=down_bias,
+        )
+
+    def _join(self, names: list[str], state: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The named linear layers side by side, transposed; each one's place is a view of its part.
+
+        One part alone may lack a bias (Qwen2 has none on the output projection), a part of several may not.
+        """
+        weights = [state[name + ".weight"] for name in names]
+        sizes = [len(weight) for weight in weights]
+        joined = torch.empty(weights[0].shape[1], sum(sizes), dtype=self.dtype, device=self.device)
+        for name, weight, part in zip(names, weights, joined.split(sizes, dim=1), strict=True):
+            self._places[name + ".weight"] = part.t()
+            part.t().copy_(weight.detach())
+        if names[0] + ".bias" not in state:
+            return joined, None
+        bias = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
+        for name, piece in zip(names, bias.split(sizes), strict=True):
+            self._places[name + ".bias"] = piece
+            piece.copy_(state[name + ".bias"].detach())
+        return joined, bias
+
+    def _own_qk_norm(self, attention: str, state: dict[str, Tensor]) -> Tensor | None:
+        if attention + "q_norm.weight" not in state:
+            return None
+        norms = torch.empty(2, self.head_dim, dtype=self.dtype, device=self.device)
+        for name, norm in (("q_norm.weight", norms[0]), ("k_norm.weight", norms[1])):
+            self._places[attention + name] = norm
+            norm.copy_(state[attention + name].detach())
+        return norms
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)

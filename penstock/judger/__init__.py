@@ -1,0 +1,69 @@
+"""A rollout in, a reward out, or the reason why there is none.
+
+    config.py     JudgerConfig; JudgerSet, which builds each judger once for all who use it
+    native.py     NativeJudger: a Python function, in worker processes when it is synchronous
+    composed.py   ComposedJudger: one judger per data source, or several merged; what a task's `judger_config` may be
+    rewards.py    reward functions that come with Penstock
+    handler.py    where a reward function is found again in another process
+    pool.py       worker processes that are killed and replaced when they hang
+    worker.py     the program such a process runs
+    breaker.py    what holds calls back while a judge is down
+
+Names are loaded when first used: a worker process imports this package and must start fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.judger.composed import ComposedJudger, ComposedJudgerConfig, as_judger_config
+    from penstock.judger.config import JudgerConfig, JudgerSet
+    from penstock.judger.native import NativeJudger, NativeJudgerConfig
+    from penstock.judger.rewards import (
+        exact_match,
+        final_number,
+        matching_characters,
+        math_equal,
+        reasoning_gym_score,
+        weighted_sum,
+    )
+
+_HOMES = {
+    "ComposedJudger": "composed",
+    "ComposedJudgerConfig": "composed",
+    "JudgerConfig": "config",
+    "JudgerSet": "config",
+    "NativeJudger": "native",
+    "NativeJudgerConfig": "native",
+    "as_judger_config": "composed",
+    "exact_match": "rewards",
+    "final_number": "rewards",
+    "matching_characters": "rewards",
+    "math_equal": "rewards",
+    "reasoning_gym_score": "rewards",
+    "weighted_sum": "rewards",
+}
+
+__all__ = [
+    "ComposedJudger",
+    "ComposedJudgerConfig",
+    "JudgerConfig",
+    "JudgerSet",
+    "NativeJudger",
+    "NativeJudgerConfig",
+    "as_judger_config",
+    "exact_match",
+    "final_number",
+    "matching_characters",
+    "math_equal",
+    "reasoning_gym_score",
+    "weighted_sum",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

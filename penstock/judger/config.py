@@ -1,0 +1,57 @@
+"""What every judger's configuration offers, and the one place that builds them."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import TypeVar
+
+from penstock.config import Config
+from penstock.ports import Judger, Local, Placement
+
+T = TypeVar("T")
+
+
+class JudgerConfig(Config, abc.ABC):
+    @property
+    def data_sources(self) -> frozenset[str] | None:
+        """The data sources it serves; None for any. Rows of another source are found when the dataset is scanned."""
+        return None
+
+    @abc.abstractmethod
+    def build(self, placement: Placement = Local()) -> Judger:  # noqa: B008 - it has no state
+        """A judger of its own. What training and evaluation share is built by a `JudgerSet`."""
+
+
+class JudgerSet:
+    """Builds each configured judger once, however many tasks, train or eval, ask for it. Equal configurations are one.
+
+    The trainer owns it and closes it; the judgers it handed out are not closed one by one. It is a `Placement`, so that
+    a composed judger's branches are shared too.
+    """
+
+    def __init__(self, placement: Placement | None = None) -> None:
+        self._placement = placement or Local()
+        self._built: list[tuple[JudgerConfig, Judger]] = []
+
+    def get(self, config: JudgerConfig) -> Judger:
+        for known, judger in self._built:
+            if type(known) is type(config) and known == config:
+                return judger
+        judger = config.build(self)
+        self._built.append((config, judger))
+        return judger
+
+    def place(self, build: Callable[[], T], *, name: str, num_actors: int, num_cpus: float, memory: int) -> T:
+        return self._placement.place(build, name=name, num_actors=num_actors, num_cpus=num_cpus, memory=memory)
+
+    async def close(self) -> None:
+        """Close every judger; a second call finds nothing to do."""
+        built, self._built = self._built, []
+        for _, judger in built:
+            await judger.close()
+
+
+def build_part(config: JudgerConfig, placement: Placement) -> Judger:
+    """A judger inside another one: shared when the placement shares."""
+    return placement.get(config) if isinstance(placement, JudgerSet) else config.build(placement)

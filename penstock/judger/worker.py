@@ -1,0 +1,219 @@
+"""The program of a judger's worker process: read a call, run the reward function, answer.
+
+Frames are a 4-byte length and msgpack, over one socket whose descriptor is the first argument; the second is the
+parent's process id. What the function prints goes to stderr, so it cannot disturb the channel.
+
+    parent -> worker   Setup once, then [call number, arguments] per call
+    worker -> parent   {"ready": true} or {"failed": reason} once, then one reply per call:
+                       {"score": x, "parts": {...}, "text": ...} or {"unjudged": reason}, with "call": its number
+
+Only the standard library and msgspec are imported here: a replacement must be ready in a moment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import numbers
+import os
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+MAX_RESULT = 1 << 20
+"""Characters of text in one result; more is a judge gone wrong."""
+MAX_REASON = 500
+
+Reply = dict[str, Any]
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """Which function to run, and where to find it."""
+
+    module: str = ""
+    file: str = ""
+    """Set instead of `module` for a function of a file that no import path leads to, such as a run's configuration."""
+    name: str
+    takes_verdicts: bool = False
+    """The first argument is a mapping of verdicts: a merge function."""
+    sys_path: tuple[str, ...] = ()
+
+
+def load_function(setup: Setup) -> Callable[..., Any]:
+    """The function named by `setup`. Raises what its import raises."""
+    found: Any = _load_file(setup.file) if setup.file else importlib.import_module(setup.module)
+    for part in setup.name.split("."):
+        found = getattr(found, part)
+    if not callable(found):
+        raise TypeError(f"{setup.name} is {type(found).__name__}, not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def _load_file(file: str) -> Any:
+    """The module of a file, once per process. It is registered because dataclasses and pickles look it up by name."""
+    name = "penstock_file_" + "".join(c if c.isalnum() else "_" for c in file)
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{file} is not a Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def as_reply(value: Any) -> Reply:
+    """What a reward function returned, checked: a finite score with its parts, or the reason why it is none."""
+    parts: dict[str, float] = {}
+    text: str | None = None
+    score = value
+    if hasattr(value, "score") and hasattr(value, "parts"):  # a Verdict; its type is not imported here
+        value = {**value.parts, "score": value.score, "text": value.text}
+    if isinstance(value, dict):
+        size = sum(len(item) for item in (*value.keys(), *value.values()) if isinstance(item, str | bytes))
+        if size > MAX_RESULT:
+            return {"unjudged": f"returned {size} characters; at most {MAX_RESULT} are taken"}
+        if "score" not in value:
+            return {"unjudged": f"returned a dict without 'score'; it has {_shorten(sorted(map(str, value)))}"}
+        score = value["score"]
+        text = value["text"] if isinstance(value.get("text"), str) else None
+        for name, part in value.items():
+            number = _as_number(part)
+            if name == "score" or number is None:
+                continue
+            if not math.isfinite(number):
+                return {"unjudged": f"returned {number} as part {_shorten(name)}; a part must be finite"}
+            parts[str(name)] = number
+    number = _as_number(score)
+    if number is None:
+        return {"unjudged": f"returned {_shorten(score)} ({type(score).__name__}); a score must be a number"}
+    if not math.isfinite(number):
+        return {"unjudged": f"returned {number}; a score must be finite"}
+    return {"score": number, "parts": parts, "text": text}
+
+
+def _as_number(value: Any) -> float | None:
+    """The value as a float, infinite when it is too large for one; None when it is no number. Text never counts."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a numpy or torch scalar
+        value = value.item()
+    if not isinstance(value, numbers.Number) or isinstance(value, complex):
+        return None
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError):
+        return None
+
+
+def describe_error(error: BaseException) -> str:
+    try:
+        message = str(error)
+    except Exception:
+        message = "(its message cannot be shown)"
+    # A lone surrogate cannot be sent or stored.
+    return f"raised {type(error).__name__}: {message}"[:MAX_REASON].encode(errors="replace").decode()
+
+
+def _shorten(value: Any) -> str:
+    """A short repr. Long text is cut first: the repr of 10 MB takes as much again."""
+    if isinstance(value, str | bytes):
+        value = value[:80]
+    try:
+        return repr(value)[:80]
+    except Exception:
+        return "a value that cannot be shown"
+
+
+def run(function: Callable[..., Any], arguments: list[Any]) -> Reply:
+    try:
+        return as_reply(function(*arguments))
+    except BaseException as error:  # SystemExit too: a reward function that exits gave no score
+        return {"unjudged": describe_error(error), "out_of_memory": isinstance(error, MemoryError)}
+
+
+def frame(value: Any) -> bytes:
+    body = msgspec.msgpack.encode(value)
+    return struct.pack(">I", len(body)) + body
+
+
+def _reply_frame(reply: Reply) -> bytes:
+    try:
+        return frame(reply)
+    except (TypeError, ValueError, OverflowError) as error:  # text that is not Unicode
+        return frame({"unjudged": f"returned what cannot be sent: {describe_error(error)}", "call": reply["call"]})
+
+
+def _read_exactly(channel: socket.socket, size: int) -> bytes:
+    body = bytearray()
+    while len(body) < size:
+        chunk = channel.recv(min(size - len(body), 1 << 20))
+        if not chunk:
+            os._exit(0)  # The parent is gone. Not sys.exit: a thread of the reward function could hold that up.
+        body += chunk
+    return bytes(body)
+
+
+def _read_frame(channel: socket.socket) -> bytes:
+    (size,) = struct.unpack(">I", _read_exactly(channel, 4))
+    return _read_exactly(channel, size)
+
+
+def _die_with_parent(parent: int) -> None:
+    """A worker busy in a reward function does not see that the channel closed, so the kernel tells it."""
+    if sys.platform == "linux":
+        import ctypes
+
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(0)
+
+
+def _as_verdicts(arguments: list[Any]) -> list[Any]:
+    from penstock.rollout import Verdict
+
+    return [{name: msgspec.convert(verdict, Verdict) for name, verdict in arguments[0].items()}, *arguments[1:]]
+
+
+def _prepare(setup: Setup) -> Callable[..., Any]:
+    sys.path[:] = setup.sys_path
+    function = load_function(setup)
+    for module, _extra in getattr(function, "penstock_needs", ()):
+        importlib.import_module(module)  # now, so that the first call's deadline does not pay for it
+    return function
+
+
+def main(descriptor: int, parent: int) -> None:
+    _die_with_parent(parent)
+    pid = os.getpid()
+    os.set_inheritable(descriptor, False)
+    os.dup2(2, 1)
+    channel = socket.socket(fileno=descriptor)
+    setup = msgspec.msgpack.decode(_read_frame(channel), type=Setup)
+    try:
+        function = _prepare(setup)
+    except BaseException as error:
+        channel.sendall(frame({"failed": describe_error(error)}))
+        return
+    channel.sendall(frame({"ready": True}))
+    while True:
+        call, arguments = msgspec.msgpack.decode(_read_frame(channel))
+        reply = run(function, _as_verdicts(arguments) if setup.takes_verdicts else arguments)
+        if os.getpid() != pid:
+            os._exit(0)  # a child that the function forked and let return; the channel is not its own
+        channel.sendall(_reply_frame({**reply, "call": call}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

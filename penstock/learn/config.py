@@ -1,0 +1,91 @@
+"""What a user says about learning. Light: importing it imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from penstock.config import Config, nearest
+from penstock.learn.advantages import ESTIMATORS
+
+if TYPE_CHECKING:
+    from penstock.learn.worker import TorchTrainWorker
+
+LOSS_NAMES = ("ppo", "policy_gradient")
+
+
+class LossConfig(Config):
+    name: str = "ppo"
+    """`ppo`, `policy_gradient`, or the dotted path of a function `(LossTokens, LossConfig) -> LossTerms`."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.2, gt=0)
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; a higher clip_high lets rare tokens grow."""
+    aggregation: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
+    """How token losses become one: each token counts the same, each answer counts the same, or (Dr.GRPO) the sum over
+    an answer divided by `constant_length`, then the mean over answers."""
+    constant_length: int | None = Field(default=None, ge=1)
+    importance_cap: float | None = Field(default=None, gt=0)
+    """Weigh each token by min(trainer's probability / engine's probability, this). Off when None. `ppo` uses it when
+    its old logprobs are the trainer's own; against the engine's, the ratio itself is that weight."""
+
+    def problems(self) -> Iterator[str]:
+        if self.name not in LOSS_NAMES and "." not in self.name and ":" not in self.name:
+            yield f"loss.name is {self.name!r}, which is not a loss.{nearest(self.name, list(LOSS_NAMES))}"
+        if (self.aggregation == "constant") != (self.constant_length is not None):
+            yield (
+                f"loss.aggregation is {self.aggregation!r} and constant_length is {self.constant_length}; "
+                "'constant' needs a constant_length (the longest answer), the others take none"
+            )
+
+
+class TrainWorkerConfig(Config):
+    lr: float = Field(default=1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Where linear and cosine end, as a share of `lr`."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the base model computes in. Weights, optimiser and logits are float32 either way."""
+    loss: LossConfig = LossConfig()
+    advantage: str = "grpo"
+    max_tokens_per_micro_batch: int = Field(default=2048, ge=1)
+    share_prompts: bool = True
+    """Compute a group's prompt once. Falls back to once per answer for models that cannot (metric `shared_prompts`)."""
+    activation_checkpointing: bool = False
+    updates_per_batch: int = Field(default=1, ge=1)
+    """Optimiser updates per train step, each on its share of the groups."""
+
+    def problems(self) -> Iterator[str]:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            yield f"betas is {self.betas}; both must be at least 0 and below 1"
+        if self.advantage not in ESTIMATORS and "." not in self.advantage and ":" not in self.advantage:
+            yield f"advantage is {self.advantage!r}, not an estimator.{nearest(self.advantage, list(ESTIMATORS))}"
+
+    def lr_at(self, train_step: int, total_steps: int) -> float:
+        """The learning rate of a train step (from 1): rises over the warm-up, then decays to the last step."""
+        if train_step <= self.warmup_steps:
+            return self.lr * train_step / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        done = min(1.0, (train_step - self.warmup_steps) / max(1, total_steps - self.warmup_steps))
+        falling = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * falling)
+
+    def build(
+        self, model_dir: str | Path, *, total_steps: int, deterministic: bool = False, threads: int | None = None
+    ) -> TorchTrainWorker:
+        """Load the model. Raises ModelError when it cannot be loaded or trained exactly."""
+        from penstock.learn.worker import TorchTrainWorker
+
+        self.check()
+        return TorchTrainWorker(
+            self, Path(model_dir), total_steps=total_steps, deterministic=deterministic, threads=threads
+        )

@@ -1,0 +1,126 @@
+"""Load a model to train, and find out what it can do by trying it on a few tokens.
+
+Architectures differ in ways their configuration does not say (a scaled or capped logit, a mask that is rebuilt). So
+the worker's own path is compared with the model's plain forward pass before anything is trained.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.errors import ModelError
+from penstock.learn.batch import TrainAnswer, TrainBatch, TrainGroup
+from penstock.learn.logprobs import compute_logprobs
+from penstock.learn.pack import pack
+
+TOLERANCE = 1e-3
+"""Of a logprob, between two orders of the same float32 sums."""
+
+_BF16_TRIAL = "import torch; x = torch.ones(256, 256, dtype=torch.bfloat16); (x @ x).sum().item()"
+
+
+def load_model(model_dir: Path, *, activation_checkpointing: bool = False) -> Any:
+    """A causal LM in float32 from a Hugging Face directory, without remote code and without dropout."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    # Its bars would be drawn across the run's own display.
+    logging.disable_progress_bar()
+    if not (model_dir / "config.json").is_file():
+        raise ModelError(f"{model_dir} is not a model directory: it has no config.json")
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"{model_dir} cannot be loaded for training: {error}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(f"{model_dir} lacks {len(missing)} weights, among them {missing[0]}; they would be random")
+    if activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers checkpoints only in training mode, which also turns dropout on; the engine has none.
+        model.train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.0
+    else:
+        model.eval()
+    return model
+
+
+def check_head(model: Any) -> None:
+    """Raise ModelError unless hidden states times the output embedding are the model's logits."""
+    head = model.get_output_embeddings()
+    name = type(model).__name__
+    if head is None or getattr(head, "bias", None) is not None:
+        raise ModelError(f"{name} has no output embedding, or one with a bias; it cannot be trained")
+    difference = _difference(model, share_prompts=False)
+    if not difference < TOLERANCE:
+        raise ModelError(
+            f"{name}: logprobs from the output embedding differ from the model's own by {difference:.2g}; "
+            "it changes its logits afterwards, which is not supported"
+        )
+
+
+def can_share_prompts(model: Any) -> bool:
+    """Whether the model follows a mask of [rows, 1, length, length] and positions that restart."""
+    config = model.config.get_text_config()
+    # A custom mask is taken as it is, so a window would be lost in rows longer than the one tried here.
+    other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if other_layers or getattr(config, "sliding_window", None) is not None:
+        return False
+    try:
+        return _difference(model, share_prompts=True) < TOLERANCE
+    except (ValueError, RuntimeError, TypeError, IndexError):
+        return False
+
+
+def check_bfloat16(trial: str = _BF16_TRIAL) -> None:
+    """Raise ModelError when this CPU dies of a bfloat16 product.
+
+    Some virtual machines announce AMX and lack the CPUID leaves that describe it; the math library then runs an
+    illegal instruction. That kills a process, so a child tries it.
+    """
+    if torch.cuda.is_available():
+        return
+    code = subprocess.run([sys.executable, "-c", trial], capture_output=True, timeout=120, check=False).returncode
+    if code != 0:
+        raise ModelError(
+            f"dtype is bfloat16, but a bfloat16 product ends a process on this CPU (exit {code}); use float32, or set "
+            "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment to go without AMX"
+        )
+
+
+def _difference(model: Any, *, share_prompts: bool) -> float:
+    """Largest difference of a logprob between the worker's path and the plain forward pass, one answer at a time."""
+    vocab = model.get_output_embeddings().weight.shape[0]
+    ids = (np.arange(1, 16, dtype=np.int64) * 7919 % vocab).astype(np.int32)
+    prompt, answers = ids[:5], [ids[5:9], ids[9:15]]
+    batch = TrainBatch(0, [TrainGroup("probe", prompt, [_probe_answer(answer) for answer in answers])])
+    worst = 0.0
+    with torch.no_grad():
+        for micro_batch in pack(batch, max_tokens=256, share_prompts=share_prompts):
+            ours = compute_logprobs(model, micro_batch, temperature=1.0, share_prompts=share_prompts).logprobs
+            for index, answer in enumerate(answers):
+                whole = torch.from_numpy(np.concatenate([prompt, answer]).astype(np.int64))
+                logits = model(input_ids=whole[None], use_cache=False).logits[0]
+                plain = logits.float().log_softmax(-1)[:-1].gather(1, whole[1:, None])[len(prompt) - 1 :, 0]
+                mine = torch.from_numpy(micro_batch.answer_index == index)
+                where = torch.from_numpy(micro_batch.token_index[micro_batch.answer_index == index])
+                if mine.any():
+                    worst = max(worst, (ours[mine] - plain[where]).abs().max().item())
+    return worst
+
+
+def _probe_answer(ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> TrainAnswer:
+    zeros = np.zeros(len(ids), dtype=np.float32)
+    return TrainAnswer("probe", ids, zeros, zeros, np.ones(len(ids), np.uint8), np.zeros(len(ids), np.int32), 0.0)

@@ -1,0 +1,21 @@
+"""Model names to directories, directories to tokenizers."""
+
+from penstock.models.resolve import (
+    KNOWN_MODELS,
+    default_cache_directory,
+    find_cached,
+    model_context,
+    resolve_model,
+    set_cache_directory,
+)
+from penstock.models.tokenizer import load_tokenizer
+
+__all__ = [
+    "KNOWN_MODELS",
+    "default_cache_directory",
+    "find_cached",
+    "load_tokenizer",
+    "model_context",
+    "resolve_model",
+    "set_cache_directory",
+]

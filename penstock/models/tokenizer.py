@@ -1,0 +1,71 @@
+"""The `Tokenizer` port over transformers. Importing this module is cheap; `load_tokenizer` brings transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ModelError
+from penstock.models.resolve import read_json
+from penstock.ports import Tokenizer
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer of a model directory. Raises ModelError when it cannot be read or nothing ends an answer."""
+    import transformers
+
+    try:
+        inner = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"the tokenizer in {directory} cannot be read: {error}") from error
+    stop_ids = _stop_ids(inner, directory)
+    if not stop_ids:
+        raise ModelError(f"the tokenizer in {directory} has no end-of-text token; answers would never end")
+    return HFTokenizer(inner, stop_ids)
+
+
+class HFTokenizer:
+    """Chat models render through their template; a model without one reads the contents of the messages, joined."""
+
+    def __init__(self, inner: Any, stop_ids: frozenset[int]) -> None:
+        self._inner = inner
+        self._stop_ids = stop_ids
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return self._stop_ids
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._inner)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._inner.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        # No clean-up of spaces: the judger sees what the model wrote.
+        text = self._inner.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        if self._inner.chat_template is None:
+            return self.encode("".join(str(message["content"]) for message in messages))
+        ids = self._inner.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+        )
+        return list(ids)
+
+
+def _stop_ids(inner: Any, directory: Path) -> frozenset[int]:
+    """The tokenizer's end-of-text and the configured ones: chat models often have end-of-turn only there."""
+    ids = {inner.eos_token_id}
+    for name in ("generation_config.json", "config.json"):
+        if (directory / name).is_file():
+            end = read_json(directory / name).get("eos_token_id")
+            ids.update(end if isinstance(end, list) else [end])
+    return frozenset(i for i in ids if isinstance(i, int))

@@ -1,0 +1,1 @@
+"""Runnable configurations, one file each: `penstock recipes` lists them, `penstock train NAME` runs one."""

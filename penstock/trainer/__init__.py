@@ -1,0 +1,14 @@
+"""The loops: trainers, evaluation, trackers, trajectories, the terminal display."""
+
+from penstock.trainer.config import RLColocateTrainerConfig, RLTrainerConfig
+from penstock.trainer.evaluator import EvaluatorConfig
+from penstock.trainer.trackers import JsonlTrackerConfig, TensorBoardTrackerConfig, WandbTrackerConfig
+
+__all__ = [
+    "EvaluatorConfig",
+    "JsonlTrackerConfig",
+    "RLColocateTrainerConfig",
+    "RLTrainerConfig",
+    "TensorBoardTrackerConfig",
+    "WandbTrackerConfig",
+]

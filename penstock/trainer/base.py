@@ -1,0 +1,248 @@
+"""What both trainers share: the run directory, one train step, evaluation, logging, and how a run ends.
+
+A step, after its groups are there:  prepare -> save trajectories -> train -> commit
+
+A train step that is refused (loss or gradient not finite) gives its groups back and is not counted; three in a row
+stop the run. The first SIGINT or SIGTERM lets the step finish and ends the run in order; the second stops it now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.errors import RefusedError, StepRefused, StorageError
+from penstock.learn.batch import TrainBatch, prepare_batch
+from penstock.produce import ProduceBatchResult
+from penstock.rollout import Group
+from penstock.trainer.config import RLTrainerConfig
+from penstock.trainer.display import Display
+from penstock.trainer.parts import Parts
+from penstock.trainer.trackers import Tracker
+from penstock.trainer.trajectories import Trajectories
+
+MAX_REFUSED_IN_A_ROW = 3
+
+
+class Summary(msgspec.Struct, kw_only=True):
+    """`summary.json`: what a run came to."""
+
+    steps: int = 0
+    interrupted: bool = False
+    eval_accuracy_before: float | None = None
+    eval_accuracy_after: float | None = None
+    eval_greedy_before: float | None = None
+    eval_greedy_after: float | None = None
+    train_seconds: float = 0.0
+    """In train steps, evaluation not included."""
+    wall_seconds: float = 0.0
+    hf_dir: str = ""
+
+
+class StageTimes:
+    """Seconds per stage of one step."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self._display.stage(name)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def metrics(self) -> dict[str, float]:
+        return {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
+
+
+class RLTrainer:
+    """Subclasses write `_run_steps`."""
+
+    def __init__(self, config: RLTrainerConfig, parts: Parts, run_dir: Path, display: Display) -> None:
+        self.config = config
+        self.parts = parts
+        self.run_dir = run_dir
+        self.summary = Summary()
+        self._display = display
+        self._trajectories = Trajectories(run_dir / "trajectories")
+        self._trackers: list[Tracker] = []
+        self._stop_requested = False
+        self._refused_in_a_row = 0
+        temperature = config.manager.task_list[0].agent_loop_config.sample_params.temperature
+        rule = config.manager.task_list[0].produce_strategy_config.stale_rule(config.sync_weights_interval)
+        self._temperature = temperature
+        self._token_stale_threshold = rule.token_stale_threshold
+
+    def fit(self) -> Summary:
+        """Train. Returns the summary, also in the run directory; `interrupted` says whether it was cut short."""
+        return asyncio.run(self._fit())
+
+    async def _run_steps(self) -> None:
+        """All train steps, until done or until a stop is requested."""
+        raise TypeError(f"{type(self).__name__} must define _run_steps")
+
+    async def _fit(self) -> Summary:
+        started = time.perf_counter()
+        self._open_run_dir()
+        self._display.start(f"{self.run_dir.name}: {self.config.model}", self.config.total_steps)
+        with self._signals():
+            try:
+                await self._evaluate(0)
+                await self._run_steps()
+                self.summary.interrupted = self._stop_requested
+                if not self.summary.interrupted and self.summary.steps % self.config.eval_interval:
+                    await self._evaluate(self.summary.steps)
+                await self._export_hf()
+                self.summary.wall_seconds = time.perf_counter() - started
+                self._write("summary.json", self.summary)
+                self._display.finish(msgspec.to_builtins(self.summary))
+                return self.summary
+            finally:
+                for tracker in self._trackers:
+                    tracker.close()
+                await self.parts.close()
+
+    # One step.
+
+    async def _train(self, result: ProduceBatchResult, train_step: int, times: StageTimes) -> dict[str, float] | None:
+        """Prepare, save trajectories, train, commit. None when the step was refused and its groups given back."""
+        with times.stage("prepare"):
+            batch = self._prepare(result.groups, train_step)
+            advantages = {answer.rollout_id: float(answer.advantages[0]) for answer in batch.answers}
+            await asyncio.to_thread(
+                self._trajectories.save, f"step-{train_step}", result.groups, train_step, advantages
+            )
+        try:
+            with times.stage("train"):
+                # What is trained must survive this process first.
+                await self.parts.buffer.flush()
+                metrics = await asyncio.to_thread(self.parts.worker.train, batch)
+        except StepRefused as refused:
+            await self._give_back(train_step, refused)
+            return None
+        except BaseException:
+            await self.parts.manager.return_batch(train_step)
+            raise
+        await self.parts.manager.commit(train_step)
+        self._refused_in_a_row = 0
+        self.summary.steps = train_step
+        return batch.metrics | result.metrics() | {f"train/{name}": value for name, value in metrics.items()}
+
+    def _prepare(self, groups: list[Group], train_step: int) -> TrainBatch:
+        if self.config.deterministic:
+            # Groups finish in an order that depends on timing; sums of floats depend on that order.
+            groups = sorted(groups, key=lambda group: (group[0].task_name, group[0].draw))
+        return prepare_batch(
+            groups,
+            train_step=train_step,
+            advantage=self.config.train.advantage,
+            max_token_staleness_threshold=self._token_stale_threshold,
+            temperature=self._temperature,
+        )
+
+    async def _give_back(self, train_step: int, refused: StepRefused) -> None:
+        await self.parts.manager.return_batch(train_step)
+        self._refused_in_a_row += 1
+        self._display.note(f"train step {train_step} refused: {refused}")
+        if self._refused_in_a_row >= MAX_REFUSED_IN_A_ROW:
+            raise StepRefused(f"train step {train_step} was refused {self._refused_in_a_row} times in a row: {refused}")
+
+    def _log(self, train_step: int, metrics: dict[str, float], times: StageTimes) -> None:
+        seconds = times.seconds
+        step_s = sum(seconds.values())
+        self.summary.train_seconds += step_s
+        metrics = metrics | times.metrics() | {"time/step_s": step_s}
+        if seconds.get("produce"):
+            metrics["tokens/generated_per_s"] = metrics["tokens/generated"] / seconds["produce"]
+        if seconds.get("train"):
+            metrics["tokens/trained_per_s"] = metrics["trained_tokens"] / seconds["train"]
+        for tracker in self._trackers:
+            tracker.log(train_step, metrics)
+        self._display.step(train_step, metrics)
+
+    async def _after_step(self, train_step: int) -> None:
+        """Evaluate and export when it is time."""
+        if train_step % self.config.eval_interval == 0 and not self._stop_requested:
+            await self._evaluate(train_step)
+        if self.config.hf_interval is not None and train_step % self.config.hf_interval == 0:
+            await self._export_hf(train_step)
+
+    async def _evaluate(self, model_step: int) -> None:
+        if self.parts.evaluator is None:
+            return
+        times = StageTimes(self._display)
+        with times.stage("eval"):
+            evaluation = await self.parts.evaluator.evaluate(model_step)
+            self._trajectories.save(f"eval-{model_step}", evaluation.groups, model_step + 1)
+        metrics = evaluation.metrics | times.metrics()
+        for tracker in self._trackers:
+            tracker.log(model_step, metrics)
+        self._display.evaluated(model_step, metrics)
+        accuracy, greedy = metrics.get("eval/accuracy"), metrics.get("eval/greedy_accuracy")
+        if model_step == 0:
+            self.summary.eval_accuracy_before, self.summary.eval_greedy_before = accuracy, greedy
+        self.summary.eval_accuracy_after, self.summary.eval_greedy_after = accuracy, greedy
+
+    # The run directory.
+
+    def _open_run_dir(self) -> None:
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            if any(self.run_dir.iterdir()):
+                raise RefusedError(f"run directory {self.run_dir} is not empty; name another with --run-dir")
+        except OSError as error:
+            raise RefusedError(f"run directory {self.run_dir} cannot be used: {error}") from error
+        self._write("config.json", self.config.describe())
+        self._trackers = [tracker.build(self.run_dir, run_name=self.run_dir.name) for tracker in self.config.trackers]
+
+    def _write(self, name: str, content: Any) -> None:
+        path = self.run_dir / name
+        try:
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(content, enc_hook=repr), indent=2) + b"\n")
+        except OSError as error:
+            raise StorageError(f"{path} could not be written: {error}") from error
+
+    async def _export_hf(self, train_step: int | None = None) -> None:
+        directory = self.run_dir / "hf" / ("final" if train_step is None else f"step-{train_step}")
+        self._display.stage("export")
+        await asyncio.to_thread(self.parts.worker.save_hf, str(directory))
+        self.summary.hf_dir = str(directory)
+
+    # Signals.
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first signal asks for an orderly end, the second cancels the run."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        main = asyncio.current_task()
+        assert main is not None
+
+        def stop(name: str) -> None:
+            if self._stop_requested:
+                main.cancel()
+            self._stop_requested = True
+            self._display.note(f"{name}: finishing the step, then exporting the weights. Once more to stop now.")
+
+        signals = (signal.SIGINT, signal.SIGTERM)
+        for number in signals:
+            loop.add_signal_handler(number, stop, number.name)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)

@@ -1,0 +1,47 @@
+"""RLColocateTrainer: engine and trainer take turns on the same devices.
+
+step t:  produce -> engine sleeps -> prepare -> save trajectories -> train -> commit -> engine wakes, sync -> evaluate
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.trainer.base import RLTrainer, StageTimes
+from penstock.trainer.config import RLTrainerConfig
+from penstock.trainer.display import Display
+from penstock.trainer.parts import Parts
+from penstock.weights import InProcessChannel
+
+
+class RLColocateTrainer(RLTrainer):
+    def __init__(self, config: RLTrainerConfig, parts: Parts, run_dir: Path, display: Display) -> None:
+        super().__init__(config, parts, run_dir, display)
+        self._channel = InProcessChannel(parts.engine, timeout_s=config.sync_timeout_s)
+        self._engine_step = 0
+        """The weights the engine serves."""
+
+    async def _run_steps(self) -> None:
+        train_step = 1
+        while train_step <= self.config.total_steps and not self._stop_requested:
+            times = StageTimes(self._display)
+            if await self._step(train_step, times):
+                train_step += 1
+
+    async def _step(self, train_step: int, times: StageTimes) -> bool:
+        """One train step; False when it was refused and must be tried again."""
+        engine, manager = self.parts.engine, self.parts.manager
+        with times.stage("produce"):
+            result = await manager.produce_batch(self.config.train_batch_size, train_step, model_step=self._engine_step)
+            await engine.sleep()
+        metrics = await self._train(result, train_step, times)
+        with times.stage("sync"):
+            await engine.wake()
+            if metrics is not None and train_step % self.config.sync_weights_interval == 0:
+                await self._channel.publish(self.parts.worker, train_step)
+                self._engine_step = train_step
+        if metrics is None:
+            return False
+        self._log(train_step, metrics, times)
+        await self._after_step(train_step)
+        return True

@@ -1,0 +1,102 @@
+"""What a run is: model, engine, tasks, training, evaluation. One Python file composes it, `build().fit()` runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pydantic
+
+from penstock.config import Config
+from penstock.engine import EmbeddedEngineConfig
+from penstock.learn import TrainWorkerConfig
+from penstock.produce import AgentLoopManagerConfig, TaskSpecConfig
+from penstock.replay import ReplayBufferConfig
+from penstock.trainer.display import Display, make_display
+from penstock.trainer.evaluator import EvaluatorConfig
+from penstock.trainer.trackers import JsonlTrackerConfig, TensorBoardTrackerConfig, TrackerConfig
+
+if TYPE_CHECKING:
+    from penstock.trainer.colocate import RLColocateTrainer
+
+
+class RLTrainerConfig(Config):
+    """What both trainers have in common."""
+
+    model: str
+    """A known name (`penstock models`), a directory in Hugging Face format, or a hub id."""
+    engine: EmbeddedEngineConfig = EmbeddedEngineConfig()
+    train: TrainWorkerConfig = TrainWorkerConfig()
+    manager: AgentLoopManagerConfig
+    replay_buffer: ReplayBufferConfig = ReplayBufferConfig()
+    evaluator: EvaluatorConfig | None = None
+    trackers: list[TrackerConfig] = [JsonlTrackerConfig(), TensorBoardTrackerConfig()]
+    total_steps: int = pydantic.Field(ge=1)
+    train_batch_size: int = pydantic.Field(ge=1)
+    """In groups."""
+    sync_weights_interval: int = pydantic.Field(default=1, ge=1)
+    eval_interval: int = pydantic.Field(default=10, ge=1)
+    """Evaluate after every so many steps; always before the first and after the last."""
+    hf_interval: int | None = pydantic.Field(default=None, ge=1)
+    """Export the weights in Hugging Face format after every so many steps; always after the last."""
+    seed: int = 0
+    deterministic: bool = False
+    """Two runs give identical weights on the same CPU, thread count and versions. Slower."""
+    cpu_threads: int | None = pydantic.Field(default=None, ge=1)
+    sync_timeout_s: float = pydantic.Field(default=300.0, gt=0)
+
+    def problems(self) -> Iterator[str]:
+        tasks = self.manager.task_list
+        yield from _sampling_problems(tasks)
+        if self.train_batch_size % self.train.updates_per_batch:
+            yield (
+                f"train_batch_size is {self.train_batch_size} and train.updates_per_batch is "
+                f"{self.train.updates_per_batch}; the first must be a multiple of the second"
+            )
+        for task in tasks:
+            if self.train.advantage in ("grpo", "dr_grpo", "rloo") and task.sampler_config.prompt_repeat_k < 2:
+                yield (
+                    f"task {task.task_name!r}: sampler_config.prompt_repeat_k is "
+                    f"{task.sampler_config.prompt_repeat_k}; {self.train.advantage} compares siblings and needs at "
+                    "least 2 (recipes use 8)"
+                )
+
+
+class RLColocateTrainerConfig(RLTrainerConfig):
+    """Engine and trainer take turns on the same devices."""
+
+    def build(self, *, run_dir: Path | str, display: Display | None = None) -> RLColocateTrainer:
+        """Check everything, scan the datasets, load the model. Writes nothing. Raises RefusedError."""
+        from penstock.trainer.colocate import RLColocateTrainer
+        from penstock.trainer.parts import build_parts
+
+        self.check()
+        display = display or make_display(terminal=False)
+        return RLColocateTrainer(self, build_parts(self, Path(run_dir), display), Path(run_dir), display)
+
+    def evaluate(self, *, display: Display | None = None) -> dict[str, float]:
+        """The evaluator alone, on `model` as it is."""
+        from penstock.trainer.parts import evaluate_once
+
+        self.check()
+        return evaluate_once(self, display or make_display(terminal=False))
+
+
+def _sampling_problems(tasks: list[TaskSpecConfig]) -> Iterator[str]:
+    """The trainer computes logprobs of the whole distribution at one temperature: sampling must be the same."""
+    temperatures = {task.task_name: task.agent_loop_config.sample_params.temperature for task in tasks}
+    for name, temperature in temperatures.items():
+        if temperature <= 0:
+            yield f"task {name!r}: sample_params.temperature is {temperature}; training needs it above 0"
+    if len(set(temperatures.values())) > 1:
+        yield f"sample_params.temperature differs between tasks: {temperatures}; a batch is trained at one temperature"
+    for task in tasks:
+        if task.agent_loop_config.sample_params.truncates:
+            yield (
+                f"task {task.task_name!r}: sample_params cut the distribution (top_p, top_k or min_p), so its logprobs "
+                "are not the trainer's; training needs top_p=1, top_k=0, min_p=0"
+            )
+    token_bounds = {task.task_name: task.produce_strategy_config.stale_rule(1).token_stale_threshold for task in tasks}
+    if len(set(token_bounds.values())) > 1:
+        yield "max_token_staleness differs between tasks; a batch is trained with one"

@@ -1,0 +1,127 @@
+"""The parts of a run, built in the order in which they can fail: names, datasets, then models."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+
+from penstock.judger import JudgerSet
+from penstock.learn.worker import TorchTrainWorker
+from penstock.models import load_tokenizer, model_context, resolve_model
+from penstock.ports import Engine, Tokenizer
+from penstock.produce import AgentLoopManager, World, load_prompts
+from penstock.produce.watchdog import OnProgress
+from penstock.replay import ReplayBuffer
+from penstock.trainer.config import RLTrainerConfig
+from penstock.trainer.display import Display
+from penstock.trainer.evaluator import Evaluator
+
+EVAL_SEED = 1_000_003
+"""Added to the run's seed, so that evaluation does not replay the random numbers of training."""
+
+
+class Parts(msgspec.Struct, kw_only=True):
+    engine: Engine
+    judgers: JudgerSet
+    worker: TorchTrainWorker
+    buffer: ReplayBuffer
+    manager: AgentLoopManager
+    evaluator: Evaluator | None
+
+    async def close(self) -> None:
+        await self.engine.close()
+        await self.judgers.close()
+        await self.buffer.close()
+
+
+class _Opened:
+    """The model's directory and what is known without loading its weights."""
+
+    def __init__(self, config: RLTrainerConfig, display: Display) -> None:
+        display.stage("load")
+        self.config = config
+        self.display = display
+        self.model_dir = resolve_model(config.model)
+        self.tokenizer: Tokenizer = load_tokenizer(self.model_dir)
+        self.context = model_context(self.model_dir)
+        self.judgers = JudgerSet()
+        eval_tasks = config.evaluator.tasks if config.evaluator is not None else []
+        self.eval_prompts = load_prompts(eval_tasks, self.tokenizer, context=self.context)
+
+    def engine(self) -> Engine:
+        return self.config.engine.build(
+            str(self.model_dir),
+            self.tokenizer,
+            deterministic=self.config.deterministic,
+            threads=self.config.cpu_threads,
+        )
+
+    def evaluator(self, engine: Engine) -> Evaluator | None:
+        if self.config.evaluator is None:
+            return None
+        return Evaluator(
+            self.config.evaluator,
+            self.eval_prompts,
+            engine=engine,
+            tokenizer=self.tokenizer,
+            judgers=self.judgers,
+            seed=self.config.seed + EVAL_SEED,
+            on_progress=self.on_progress,
+        )
+
+    @property
+    def on_progress(self) -> OnProgress:
+        return lambda task, done, target, details: self.display.progress(task, done, target, **details)
+
+
+def build_parts(config: RLTrainerConfig, run_dir: Path, display: Display) -> Parts:
+    """Raises RefusedError before a weight is loaded when a name or a dataset is wrong. Writes nothing."""
+    opened = _Opened(config, display)
+    prompts = load_prompts(config.manager.task_list, opened.tokenizer, context=opened.context)
+    worker = config.train.build(
+        opened.model_dir,
+        total_steps=config.total_steps,
+        deterministic=config.deterministic,
+        threads=config.cpu_threads,
+    )
+    engine = opened.engine()
+    buffer = config.replay_buffer.build()
+    world = World(
+        engine=engine,
+        tokenizer=opened.tokenizer,
+        judgers=opened.judgers,
+        buffer=buffer,
+        prompts=prompts,
+        run_seed=config.seed,
+        sync_weights_interval=config.sync_weights_interval,
+        dead_letters=run_dir / "dead_letters.jsonl",
+        on_progress=opened.on_progress,
+    )
+    return Parts(
+        engine=engine,
+        judgers=opened.judgers,
+        worker=worker,
+        buffer=buffer,
+        manager=config.manager.build(world),
+        evaluator=opened.evaluator(engine),
+    )
+
+
+def evaluate_once(config: RLTrainerConfig, display: Display) -> dict[str, float]:
+    """The evaluator alone, on the weights that `config.model` names."""
+    opened = _Opened(config, display)
+    engine = opened.engine()
+    evaluator = opened.evaluator(engine)
+    assert evaluator is not None, "nothing to evaluate"
+
+    async def evaluate() -> dict[str, float]:
+        try:
+            display.stage("evaluate")
+            return (await evaluator.evaluate(0)).metrics
+        finally:
+            await engine.close()
+            await opened.judgers.close()
+
+    return asyncio.run(evaluate())

@@ -1,0 +1,131 @@
+"""Where a run's metrics go: a JSONL file, TensorBoard events, Weights & Biases. One `log` per step."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from penstock.config import Config
+from penstock.errors import StorageError
+
+
+class Tracker(Protocol):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep one step's metrics; in the file when it returns. Raises StorageError when it could not be written."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class TrackerConfig(Config):
+    """Base of tracker configurations; subclass it for a tracker of your own."""
+
+    def build(self, run_dir: Path, *, run_name: str) -> Tracker:
+        raise NotImplementedError
+
+
+class JsonlTrackerConfig(TrackerConfig):
+    """One line per step in `metrics.jsonl`: {"step": 1, "reward/mean": 0.25, ...}. Not a number is written as null."""
+
+    file: str = "metrics.jsonl"
+
+    def problems(self) -> Iterator[str]:
+        if Path(self.file).name != self.file:
+            yield f"file is {self.file!r}; it must be a plain file name, it lies in the run directory"
+
+    def build(self, run_dir: Path, *, run_name: str) -> Tracker:
+        return JsonlTracker(run_dir / self.file)
+
+
+class TensorBoardTrackerConfig(TrackerConfig):
+    """Event files in `<run directory>/tensorboard`; look at them with `tensorboard --logdir runs`."""
+
+    def build(self, run_dir: Path, *, run_name: str) -> Tracker:
+        return TensorBoardTracker(run_dir / "tensorboard")
+
+
+class WandbTrackerConfig(TrackerConfig):
+    """Weights & Biases. Needs the extra `wandb`; credentials are wandb's own business."""
+
+    project: str = "penstock"
+    offline: bool = False
+
+    def problems(self) -> Iterator[str]:
+        if importlib.util.find_spec("wandb") is None:
+            yield "wandb is not installed; run `pip install penstock[wandb]` or leave this tracker out"
+
+    def build(self, run_dir: Path, *, run_name: str) -> Tracker:
+        return WandbTracker(run_dir, project=self.project, run_name=run_name, offline=self.offline)
+
+
+class JsonlTracker:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered: after a failed write nothing is left over that closing would try to write again.
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be opened: {error}") from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        line = msgspec.json.encode({"step": step, **metrics}) + b"\n"
+        try:
+            written = self._file.write(line)
+        except OSError as error:
+            raise StorageError(f"step {step} could not be written to {self._path}: {error}") from error
+        if written != len(line):
+            raise StorageError(f"step {step} could not be written to {self._path}: the disk is full")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardTracker:
+    """Uses tensorboard's own event writer: it needs neither torch nor TensorFlow."""
+
+    def __init__(self, directory: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
+
+        self._directory = directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._writer: Any = EventFileWriter(str(directory))
+        except OSError as error:
+            raise StorageError(f"{directory} cannot be written: {error}") from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in finite.items()]
+        try:
+            self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+            self._writer.flush()
+        except OSError as error:
+            raise StorageError(f"step {step} could not be written to {self._directory}: {error}") from error
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    def __init__(self, run_dir: Path, *, project: str, run_name: str, offline: bool) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project=project, name=run_name, dir=str(run_dir), mode="offline" if offline else "online"
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

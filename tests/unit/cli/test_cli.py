@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock import __version__
+from penstock.cli import load_config, main, next_free, parse_value, recipe_names
+from penstock.errors import ConfigError
+
+CONFIG = """\
+from pathlib import Path
+
+import pydantic
+
+from penstock.config import Config
+from penstock.errors import DatasetError, RunError
+from penstock.rollout import SampleParams
+
+
+class PartConfig(Config):
+    lr: float = pydantic.Field(default=1e-5, gt=0)
+    name: str = "part"
+    params: SampleParams = SampleParams()
+
+    def problems(self):
+        if self.name == "bad":
+            yield "name is 'bad'; it must be good"
+
+
+class TrainerConfig(Config):
+    model: str = "tiny"
+    part: PartConfig = PartConfig()
+    parts: list[PartConfig] = [PartConfig(), PartConfig()]
+    ending: str = "done"
+    evaluator: PartConfig | None = PartConfig()
+
+    def problems(self):
+        if self.ending == "impossible":
+            yield "ending is 'impossible'; it must be possible"
+
+    def build(self, *, run_dir, display):
+        if self.ending == "dataset":
+            raise DatasetError(["rows.jsonl:3: no prompt", "rows.jsonl:9: not JSON"])
+        return Trainer(self, run_dir, display)
+
+    def evaluate(self, *, display):
+        return {"eval/accuracy": 0.5 if self.model == "other" else 0.0}
+
+
+class Trainer:
+    def __init__(self, config, run_dir, display):
+        self.config, self.run_dir, self.display = config, run_dir, display
+
+    def fit(self):
+        if self.config.ending == "run error":
+            raise RunError("no engine is left")
+        if self.config.ending == "interrupt":
+            raise KeyboardInterrupt
+        self.run_dir.mkdir(parents=True)
+        (self.run_dir / "lr").write_text(str(self.config.part.lr))
+        self.display.note(f"trained {self.config.model}")
+
+
+trainer = TrainerConfig()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory with `mine.py`; what loading it leaves in the interpreter is taken back."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "mine.py").write_text(CONFIG)
+    yield tmp_path
+    for name, module in list(sys.modules.items()):
+        if Path(getattr(module, "__file__", None) or "/").absolute().is_relative_to(tmp_path):
+            del sys.modules[name]
+
+
+def fails(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert main(arguments) == code
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said.splitlines()
+
+
+def test_a_file_is_trained_into_a_run_directory_named_after_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "mine.py", "--set", "part.lr=2e-5"]) == 0
+    assert (folder / "runs" / "mine" / "lr").read_text() == "2e-05"
+    assert "trained tiny" in capsys.readouterr().out
+
+
+def test_a_run_directory_in_use_is_refused_with_the_next_move(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "mine.py", "--run-dir", "here"]) == 0
+    capsys.readouterr()
+    [line] = fails(["train", "mine.py", "--run-dir", "here"], 2, capsys)
+    assert line == "penstock: here exists and is not empty; name another with --run-dir here-2, or remove it first"
+
+
+def test_the_next_run_directory_is_numbered(folder: Path) -> None:
+    for _ in range(3):
+        assert main(["train", "mine.py", "--next-run-dir"]) == 0
+    assert sorted(path.name for path in (folder / "runs").iterdir()) == ["mine", "mine-2", "mine-3"]
+
+
+def test_an_empty_directory_and_a_missing_one_are_free_and_a_file_is_not(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    assert next_free(tmp_path / "empty") == tmp_path / "empty"
+    assert next_free(tmp_path / "missing") == tmp_path / "missing"
+    assert next_free(tmp_path / "file") == tmp_path / "file-2"
+
+
+def test_every_problem_of_set_and_of_the_whole_configuration_is_reported_at_once(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["part.lr=-1", "part.nme=x", "nonsense", "parts.1.name=bad", "ending=impossible", "part.params.top_p=7"]
+    lines = fails(["train", "mine.py", *(word for setting in settings for word in ("--set", setting))], 2, capsys)
+    assert lines == [
+        "penstock: --set part.lr=-1: PartConfig.lr is -1; input should be greater than 0.",
+        "penstock: --set part.nme: PartConfig has no 'nme'. Did you mean 'name'?",
+        "penstock: --set nonsense: it must be KEY=VALUE, like --set train.lr=2e-5",
+        "penstock: --set part.params.top_p=7: SampleParams: top_p is 7.0; it must be above 0 and at most 1",
+        "penstock: ending is 'impossible'; it must be possible",
+        "penstock: parts.1: name is 'bad'; it must be good",
+    ]
+    assert [path.name for path in folder.iterdir()] == ["mine.py"]
+
+
+def test_a_refused_dataset_shows_every_row_and_leaves_nothing_on_disk(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = fails(["train", "mine.py", "--set", "ending=dataset"], 2, capsys)
+    assert lines == ["penstock: rows.jsonl:3: no prompt", "penstock: rows.jsonl:9: not JSON"]
+    assert [path.name for path in folder.iterdir()] == ["mine.py"]
+
+
+def test_a_run_that_cannot_go_on_exits_1_and_an_interrupted_one_130(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fails(["train", "mine.py", "--set", "ending=run error"], 1, capsys) == ["penstock: no engine is left"]
+    assert fails(["train", "mine.py", "--set", "ending=interrupt"], 130, capsys) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("x = 1\ny = = 2\n", "broken.py:2: invalid syntax"),
+        ("import os\nimport no_such_module\n", "broken.py:2: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def f():\n    return 1 / 0\n\n\nf()\n", "broken.py:2: ZeroDivisionError: division by zero"),
+        ("import sys\nsys.exit('stop')\n", "broken.py:2: SystemExit: stop"),
+        ("x = 1\n", "broken.py: it must set `trainer` to a trainer's configuration."),
+        ("trainer = 3\n", "broken.py: it must set `trainer` to a trainer's configuration."),
+        (CONFIG + "trainer = TrainerConfig(modle='x')\n", "Did you mean 'model'? broken.py:"),
+        ("from penstock.config import import_name\nimport_name('os.nothing')\n", "'os.nothing' cannot be imported"),
+        (
+            "from penstock.rollout import SampleParams\nSampleParams(top_p=2)\n",
+            "broken.py:2: ValueError: SampleParams:",
+        ),
+        ("x = '\\ud800'.encode()\n", "broken.py:1: UnicodeEncodeError"),
+        ("\0", "broken.py"),
+    ],
+)
+def test_a_configuration_file_that_fails_is_refused_with_its_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], source: str, said: str
+) -> None:
+    (folder / "broken.py").write_text(source)
+    [line] = fails(["train", "broken.py"], 2, capsys)
+    assert said in line
+
+
+def test_a_misspelt_trainer_variable_is_recognised(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "broken.py").write_text(CONFIG.replace("\ntrainer =", "\ntrainr ="))
+    [line] = fails(["train", "broken.py"], 2, capsys)
+    assert line.endswith("Did you mean 'trainr'?")
+
+
+def test_an_unknown_recipe_is_refused_with_the_nearest_and_the_list(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [line] = fails(["train", "quikstart"], 2, capsys)
+    assert "there is no recipe 'quikstart'. Did you mean 'quickstart'?" in line
+    assert "gsm8k, gym, quickstart, tiny" in line
+    [line] = fails(["train", "missing.py"], 2, capsys)
+    assert "missing.py does not exist" in line
+
+
+def test_a_file_can_import_its_neighbours_and_its_functions_have_a_name_to_import(folder: Path) -> None:
+    (folder / "rewards_of_mine.py").write_text("def reward():\n    return 1\n")
+    (folder / "with_neighbour.py").write_text(CONFIG + "from rewards_of_mine import reward\ndef own(): ...\n")
+    load_config("with_neighbour.py")
+    assert sys.modules["with_neighbour"].own.__module__ == "with_neighbour"
+
+
+def test_a_file_named_like_an_imported_module_does_not_replace_it(folder: Path) -> None:
+    (folder / "json.py").write_text(CONFIG)
+    before = sys.modules["json"]
+    load_config("json.py")
+    assert sys.modules["json"] is before
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("1e-5", 1e-5),
+        ("true", True),
+        ("True", True),
+        ("null", None),
+        ("None", None),
+        ("[1, 2]", [1, 2]),
+        ("(0.9, 0.95)", (0.9, 0.95)),
+        ('"3"', "3"),
+        ("runs/x", "runs/x"),
+        ("", ""),
+        ("a=b", "a=b"),
+    ],
+)
+def test_a_value_is_json_or_a_python_literal_or_text(text: str, value: object) -> None:
+    assert parse_value(text) == value
+
+
+def test_a_value_may_contain_an_equals_sign(folder: Path) -> None:
+    assert load_config("mine.py", ["model=a=b"]).describe()["model"] == "a=b"
+
+
+def test_eval_uses_the_model_given_and_prints_what_it_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "mine.py", "--model", "other"]) == 0
+    assert capsys.readouterr().out == "accuracy 50.0 %\n"
+    [line] = fails(["eval", "mine.py", "--model", "other", "--set", "evaluator=null"], 2, capsys)
+    assert "there is nothing to evaluate" in line
+
+
+def test_recipes_are_listed_with_their_first_line_shown_and_copied_once(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recipes"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == recipe_names() == ["gsm8k", "gym", "quickstart", "tiny"]
+    assert all(line.endswith(".") for line in listed)
+    assert main(["recipes", "copy", "tiny"]) == 0
+    capsys.readouterr()
+    assert main(["recipes", "show", "tiny"]) == 0
+    assert capsys.readouterr().out == (folder / "tiny.py").read_text()
+    [line] = fails(["recipes", "copy", "tiny"], 2, capsys)
+    assert line == "penstock: tiny.py exists; name another file: penstock recipes copy tiny FILE"
+    [line] = fails(["recipes", "show", "tinny"], 2, capsys)
+    assert "Did you mean 'tiny'?" in line
+
+
+def test_models_are_listed_with_where_they_are(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.models import set_cache_directory
+
+    monkeypatch.setenv("PENSTOCK_HOME", str(folder))
+    (folder / "models" / "tiny-1").mkdir(parents=True)
+    (folder / "models" / "tiny-1" / "config.json").write_text("{}")
+    try:
+        assert main(["models"]) == 0
+        listed = capsys.readouterr().out
+        assert str(folder / "models" / "tiny-1") in listed
+        assert "not made yet" in listed
+        assert main(["models", "tiny"]) == 0
+        assert capsys.readouterr().out == f"{folder / 'models' / 'tiny-1'}\n"
+        [line] = fails(["models", "tinny"], 2, capsys)
+        assert "Did you mean 'tiny'?" in line
+    finally:
+        set_cache_directory(None)
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"penstock {__version__}\n"
+
+
+def test_a_bad_configuration_is_refused_before_torch_is_imported(folder: Path) -> None:
+    program = (
+        "import sys\nfrom penstock.cli import main\n"
+        "code = main(sys.argv[1:])\nprint(code, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program, "train", "mine.py", "--set", "part.lr=-1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=folder)
+    assert done.stdout == "2 False False\n"
+
+
+def test_a_listing_whose_reader_left_ends_quietly(folder: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "penstock.cli", "recipes", "show", "quickstart"]
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_configuration_without_a_trainer_raises_config_error_for_callers(folder: Path) -> None:
+    with pytest.raises(ConfigError):
+        load_config("no_such_recipe")

@@ -1,0 +1,289 @@
+"""The embedded engine: the contract of all engines, and what it promises beyond."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_contract import (
+    CONTRACT,
+    PROMPTS,
+    CharacterTokenizer,
+    Subject,
+    Tensors,
+    ask,
+    assert_logprobs,
+    has_made,
+    ids_of,
+    logprobs_are_those_of_the_trainers_own_forward,
+    logprobs_of,
+    running,
+)
+
+from penstock.engine import EmbeddedEngineConfig
+from penstock.errors import ConfigError, InfrastructureFailure, ModelError, RunError
+from penstock.ports import Completion, Engine
+from penstock.rollout import FinishReason
+
+Check = Callable[[Subject], Awaitable[None]]
+
+
+@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
+def test_the_contract_holds_for_the_fused_forward(check: Check, subjects: dict[str, Subject]) -> None:
+    asyncio.run(check(subjects["llama"]))
+
+
+@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
+def test_the_contract_holds_for_a_models_own_forward(check: Check, subjects: dict[str, Subject]) -> None:
+    asyncio.run(check(subjects["gpt2"]))
+
+
+@pytest.mark.parametrize("kind", ["llama-scaled", "qwen2", "qwen3"])
+def test_logprobs_are_the_trainers_for_every_family(kind: str, subjects: dict[str, Subject]) -> None:
+    asyncio.run(logprobs_are_those_of_the_trainers_own_forward(subjects[kind]))
+
+
+def build(model_dir: Path, *, deterministic: bool = False, stop_ids: Any = (), **fields: Any) -> Any:
+    config = EmbeddedEngineConfig(**{"max_running": 6, "prefill_chunk_tokens": 32, **fields})
+    tokenizer = CharacterTokenizer(stop_ids=frozenset(stop_ids))
+    return config.build(str(model_dir), tokenizer, deterministic=deterministic, threads=1)
+
+
+def play(engine: Engine, *requests: Any) -> list[Completion]:
+    async def run() -> list[Completion]:
+        async with asyncio.timeout(60):
+            try:
+                return await asyncio.gather(*(engine.generate(request) for request in requests))
+            finally:
+                await engine.close()
+
+    return asyncio.run(run())
+
+
+def requests(count: int = 12, **params: Any) -> list[Any]:
+    lengths = [3, 40, 1, 70, 9, 130, 33, 65]
+    return [
+        ask(f"{i}", [(7 * i + j) % 96 for j in range(lengths[i % 8])], seed=i, **{"max_tokens": 10 + 9 * i, **params})
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-scaled", "qwen2", "qwen3"])
+def test_the_fused_forward_equals_the_models_own(kind: str, model_dirs: dict[str, Path]) -> None:
+    fused = play(build(model_dirs[kind]), *requests())
+    generic = play(build(model_dirs[kind], fused=False), *requests())
+    for ours, theirs in zip(fused, generic, strict=True):
+        assert ids_of(ours) == ids_of(theirs)
+        np.testing.assert_allclose(logprobs_of(ours), logprobs_of(theirs), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+def test_a_deterministic_answer_does_not_depend_on_its_neighbours_bit_for_bit(
+    kind: str, model_dirs: dict[str, Path]
+) -> None:
+    together = play(build(model_dirs[kind], deterministic=True), *requests())
+    backwards = play(build(model_dirs[kind], deterministic=True), *requests()[::-1])[::-1]
+    alone = [play(build(model_dirs[kind], deterministic=True), request)[0] for request in requests()[::4]]
+    assert together == backwards
+    assert together[::4] == alone
+
+
+def test_a_deterministic_answer_is_the_same_in_every_slot(model_dirs: dict[str, Path]) -> None:
+    same = [ask(f"{i}", PROMPTS[2], seed=3, max_tokens=40) for i in range(6)]
+    completions = play(build(model_dirs["llama"], deterministic=True), *same, *requests(4))
+    assert len({completion.logprobs for completion in completions[:6]}) == 1
+
+
+def test_deterministic_and_fast_mode_agree_on_logprobs(
+    subjects: dict[str, Subject], model_dirs: dict[str, Path]
+) -> None:
+    asked = requests(6)
+    for request, completion in zip(asked, play(build(model_dirs["qwen3"], deterministic=True), *asked), strict=True):
+        prompt = np.frombuffer(request.prompt_ids, dtype=np.int32).tolist()
+        assert_logprobs(subjects["qwen3"], prompt, completion, 1.0)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_groups_prompt_is_computed_once(deterministic: bool, model_dirs: dict[str, Path]) -> None:
+    engine = build(model_dirs["llama"], deterministic=deterministic)
+    group = [ask(f"{i}", PROMPTS[3], seed=i, max_tokens=5 + 3 * i) for i in range(16)]
+    completions = play(engine, *group)
+    assert engine.computed_prefixes == 1
+    assert len({completion.ids for completion in completions}) == 16
+
+
+def test_a_sibling_that_comes_later_copies_a_running_one(subjects: dict[str, Subject]) -> None:
+    async def run() -> None:
+        async with running(subjects["llama"]) as engine:
+            first = asyncio.create_task(engine.generate(ask("first", PROMPTS[3], max_tokens=300)))
+            await has_made(engine, 2)
+            second = await engine.generate(ask("second", PROMPTS[3], seed=9, max_tokens=20))
+            assert engine.computed_prefixes == 1  # type: ignore[attr-defined]
+            assert_logprobs(subjects["llama"], PROMPTS[3], second, 1.0)
+            await first
+
+    asyncio.run(run())
+
+
+def test_a_prompt_computed_under_old_weights_is_not_reused_after_a_load(
+    subjects: dict[str, Subject], references: dict[str, Any]
+) -> None:
+    subject = subjects["llama"]
+
+    async def run() -> None:
+        async with running(subject) as engine:
+            old = asyncio.create_task(engine.generate(ask("old", PROMPTS[3], max_tokens=300)))
+            await has_made(engine, 2)
+            await engine.load_weights(subject.other_weights, 1)
+            late = await engine.generate(ask("late", PROMPTS[3], seed=2, max_tokens=20))
+            await old
+            await engine.load_weights(Tensors(references["llama"].state_dict()), 2)
+            again = await engine.generate(ask("again", PROMPTS[3], seed=2, max_tokens=20))
+            await engine.load_weights(subject.other_weights, 3)
+            clean = await engine.generate(ask("clean", PROMPTS[3], seed=2, max_tokens=20))
+            assert late.ids == clean.ids
+            assert again.ids != clean.ids
+            np.testing.assert_allclose(logprobs_of(late), logprobs_of(clean), atol=1e-5)
+
+    asyncio.run(run())
+
+
+def test_loaded_weights_give_exactly_the_answers_of_a_model_that_has_them(
+    tmp_path: Path, subjects: dict[str, Subject], model_dirs: dict[str, Path], references: dict[str, Any]
+) -> None:
+    for kind in ("llama-scaled", "qwen2", "qwen3"):
+        other = dict(subjects[kind].other_weights.state)
+        if references[kind].config.tie_word_embeddings:
+            other["lm_head.weight"] = other["model.embed_tokens.weight"]
+        changed = type(references[kind])(references[kind].config)
+        changed.load_state_dict(other)
+        changed.save_pretrained(tmp_path / kind)
+        expected = play(build(tmp_path / kind), *requests(6))
+
+        async def run(engine: Any, weights: Tensors) -> list[Completion]:
+            await engine.load_weights(weights, 0)
+            return await asyncio.gather(*(engine.generate(request) for request in requests(6)))
+
+        engine = build(model_dirs[kind])
+        assert asyncio.run(run(engine, Tensors(other))) == expected
+        asyncio.run(engine.close())
+
+
+def test_the_tokenizers_end_of_text_ends_an_answer(model_dirs: dict[str, Path]) -> None:
+    whole = ids_of(play(build(model_dirs["llama"]), ask("a", seed=1, max_tokens=40))[0])
+    cut = play(build(model_dirs["llama"], stop_ids={whole[9], 4000}), ask("a", seed=1, max_tokens=40))[0]
+    assert ids_of(cut) == whole[: whole.index(whole[9]) + 1]
+    assert cut.finish_reason is FinishReason.STOP
+
+
+def test_bfloat16_answers_have_finite_logprobs_near_the_trainers(
+    subjects: dict[str, Subject], model_dirs: dict[str, Path]
+) -> None:
+    if not bfloat16_works():
+        pytest.skip("this CPU claims bfloat16 instructions that it does not have")
+    completion = play(build(model_dirs["llama"], dtype="bfloat16"), ask("a", PROMPTS[2], max_tokens=20))[0]
+    answer = ids_of(completion)
+    table = subjects["llama"].reference([*PROMPTS[2], *answer], 1.0)[len(PROMPTS[2]) - 1 : -1]
+    assert np.abs(logprobs_of(completion) - table[np.arange(20), answer]).mean() < 0.2
+
+
+def test_an_engine_whose_thread_dies_tells_everyone_why(model_dirs: dict[str, Path]) -> None:
+    class Bomb(CharacterTokenizer):
+        def decode(self, ids: Any) -> str:
+            raise MemoryError("no room for text")
+
+    async def run() -> None:
+        config = EmbeddedEngineConfig(max_running=2)
+        engine = config.build(str(model_dirs["llama"]), Bomb(), threads=1)
+        tasks = [asyncio.create_task(engine.generate(ask(f"{i}", max_tokens=500))) for i in range(4)]
+        tasks.append(asyncio.create_task(engine.generate(ask("boom", stop=("x",), max_tokens=500))))
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(outcomes[-1], InfrastructureFailure)
+        for call in (engine.check_health(), engine.generate(ask("late")), engine.model_step()):
+            with pytest.raises(InfrastructureFailure, match="no room for text") as failure:
+                await call
+            assert isinstance(failure.value.__cause__, MemoryError)
+            assert failure.value.reason == "engine died"
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_weights_that_are_not_numbers_fail_the_requests_and_not_the_engine(
+    subjects: dict[str, Subject], references: dict[str, Any]
+) -> None:
+    good = references["llama"].state_dict()
+    bad = {name: torch.full_like(weight, torch.nan) for name, weight in good.items()}
+
+    async def run() -> None:
+        async with running(subjects["llama"]) as engine:
+            await engine.load_weights(Tensors(bad), 1)
+            with pytest.raises(InfrastructureFailure, match="not finite"):
+                await engine.generate(ask("a"))
+            await engine.load_weights(Tensors(good), 2)
+            assert (await engine.generate(ask("b"))).finish_reason is FinishReason.LENGTH
+
+    asyncio.run(run())
+
+
+def test_a_source_that_breaks_while_it_is_read_leaves_the_old_weights(subjects: dict[str, Subject]) -> None:
+    class Broken:
+        def tensors(self) -> Any:
+            yield from list(subjects["llama"].other_weights.state.items())[:3]
+            raise OSError("the pipe broke")
+
+    async def run() -> None:
+        async with running(subjects["llama"]) as engine:
+            before = await engine.generate(ask("a"))
+            with pytest.raises(RunError, match="the pipe broke"):
+                await engine.load_weights(Broken(), 1)
+            assert await engine.generate(ask("a")) == before
+
+    asyncio.run(run())
+
+
+def test_an_engine_with_work_refuses_to_sleep(subjects: dict[str, Subject]) -> None:
+    async def run() -> None:
+        async with running(subjects["llama"]) as engine:
+            with pytest.raises(RunError, match="cannot sleep"):
+                await engine.sleep()
+            task = asyncio.create_task(engine.generate(ask("a", max_tokens=400)))
+            await has_made(engine, 1)
+            await engine.pause_generation("keep")
+            with pytest.raises(RunError, match="1 requests running"):
+                await engine.sleep()
+            await engine.continue_generation()
+            await task
+
+    asyncio.run(run())
+
+
+def test_an_unusable_configuration_is_refused(tmp_path: Path, model_dirs: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="multiple of 32"):
+        build(model_dirs["llama"], prefill_chunk_tokens=33)
+    with pytest.raises(ModelError, match="max_context is 5000"):
+        build(model_dirs["llama"], max_context=5000)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        build(tmp_path)
+
+
+def test_importing_the_configuration_imports_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, penstock.engine; assert not {'torch', 'transformers', 'ray'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def bfloat16_works() -> bool:
+    """A child tries: where the instructions are missing it dies of a signal, and Python cannot catch that."""
+    import subprocess
+    import sys
+
+    code = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
+    return subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,151 @@
+"""Reward functions that behave well, and that do not. Loaded by file, as a run's configuration is."""
+
+import asyncio
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def length(response, label, extra_info):
+    return len(response)
+
+
+def rich(response, label, extra_info):
+    return {"score": True, "format": 0.5, "text": "well done", "pred": "ignored", "label_is": label == [1, {"a": "b"}]}
+
+
+def by_command(response, label, extra_info):
+    """Does what the response says; shows each kind of misbehaviour through one function."""
+    if response == "hang":
+        time.sleep(3600)
+    if response == "hang with a child":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+        Path(label).write_text(str(child.pid))
+        time.sleep(3600)
+    if response == "exit":
+        os._exit(3)
+    if response == "sys.exit":
+        sys.exit(0)
+    if response == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if response == "raise":
+        raise ValueError("no such thing")
+    if response == "print":
+        print("x" * 100_000, flush=True)
+        os.write(1, b"\x00\x00\x00\x05garbage")
+    if response == "eat memory":
+        hoard = []
+        while True:
+            hoard.append(bytearray(16 << 20))
+            time.sleep(0.01)
+    if response == "leak":
+        LEAKED.append(bytearray(b"x") * (160 << 20))
+    if response == "fork":
+        os.fork()
+        return 7.0
+    if response == "slow pid":
+        time.sleep(0.1)
+        return os.getpid()
+    if response == "pid":
+        return os.getpid()
+    if response == "torch":
+        return "torch" in sys.modules or "pydantic" in sys.modules
+    return 1.0
+
+
+LEAKED = []
+
+
+class Unshowable:
+    def __repr__(self):
+        raise RuntimeError
+
+
+def forges(response, label, extra_info):
+    """Answer in the worker's stead: a frame on its channel, which any code of its process can reach."""
+    os.write(int(sys.argv[1]), struct.pack(">I", len(label)) + label)
+    time.sleep(3600)
+
+
+def strange(response, label, extra_info):
+    if response == "raise surrogate":
+        raise ValueError("\ud800")
+    return {
+        "nan": float("nan"),
+        "inf": float("-inf"),
+        "string": "1.0",
+        "none": None,
+        "missing": {"points": 1.0},
+        "huge": {"score": 1.0, "text": "x" * 10_000_000},
+        "huge string": "x" * 10_000_000,
+        "list": [1.0],
+        "huge int": 10**400,
+        "complex": 1j,
+        "part nan": {"score": 1.0, "style": float("nan")},
+        "score string": {"score": "0.5"},
+        "surrogate": {"score": 1.0, "text": "\ud800"},
+        "no repr": Unshowable(),
+    }[response]
+
+
+def fails_once(response, label, extra_info):
+    """Fails the first time it is called, in whichever process: the file is the memory."""
+    if not Path(label).exists():
+        Path(label).touch()
+        os._exit(1)
+    return 1.0
+
+
+def counts_calls(response, label, extra_info):
+    with Path(label).open("a") as calls:
+        calls.write("x")
+    return Path(label).stat().st_size
+
+
+async def thinks(response, label, extra_info):
+    if response == "hang":
+        await asyncio.sleep(3600)
+    if response == "stubborn":
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                if label.is_set():
+                    raise
+    if response == "raise":
+        raise ValueError("no such thing")
+    if response == "sys.exit":
+        sys.exit(1)
+    await asyncio.sleep(0)
+    return {"score": 0.25}
+
+
+def average(verdicts):
+    return sum(verdict.score for verdict in verdicts.values()) / len(verdicts)
+
+
+def hanging_merge(verdicts):
+    time.sleep(3600)
+
+
+class Grader:
+    @staticmethod
+    def grade(response, label, extra_info):
+        return 2.0
+
+    def method(self, response, label, extra_info):
+        return 1.0
+
+
+def make_closure():
+    def inner(response, label, extra_info):
+        return 1.0
+
+    return inner
+
+
+not_a_function = 3

@@ -1,0 +1,102 @@
+"""Which functions can be found again in another process, and why the others cannot."""
+
+import functools
+import json
+import sys
+import types
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.judger import exact_match, math_equal
+from penstock.judger.handler import locate_handler
+
+
+def problems(config):
+    return list(config.problems())
+
+
+def test_a_lambda_is_refused_with_the_reason(make_config):
+    (problem,) = problems(make_config(lambda response, label, extra_info: 1.0))
+    assert "it is a lambda" in problem
+    assert "top level" in problem
+
+
+def test_a_closure_is_refused_with_the_reason(rewards, make_config):
+    (problem,) = problems(make_config(rewards.make_closure()))
+    assert "defined inside another function" in problem
+
+
+def test_a_partial_and_a_bound_method_are_refused(rewards, make_config):
+    (problem,) = problems(make_config(functools.partial(rewards.length)))
+    assert "an object of class partial" in problem
+    (problem,) = problems(make_config(rewards.Grader().method))
+    assert "a method of an object" in problem
+
+
+def test_a_function_whose_name_now_means_another_is_refused(make_config):
+    module = types.ModuleType("a_module_that_changed")
+    exec("def reward(response, label, extra_info): return 1.0", module.__dict__)
+    old = module.reward
+    exec("def reward(response, label, extra_info): return 2.0", module.__dict__)
+    sys.modules["a_module_that_changed"] = module
+    try:
+        (problem,) = problems(make_config(old))
+    finally:
+        del sys.modules["a_module_that_changed"]
+    assert "is something else" in problem
+
+
+def test_a_function_without_module_and_file_is_refused(make_config):
+    module = types.ModuleType("a_module_of_nowhere")
+    exec("def reward(response, label, extra_info): return 1.0", module.__dict__)
+    (problem,) = problems(make_config(module.reward))
+    assert "cannot be imported and it has no file" in problem
+
+
+def test_an_async_function_may_be_a_closure(make_config):
+    async def reward(response, label, extra_info):
+        return 1.0
+
+    assert problems(make_config(reward)) == []
+
+
+def test_building_a_refused_function_raises_the_same_reason(make_config):
+    with pytest.raises(ConfigError, match="it is a lambda"):
+        make_config(lambda response, label, extra_info: 1.0).build()
+
+
+def test_a_function_of_a_file_is_found_by_file(rewards):
+    setup = locate_handler(rewards.length)
+    assert (setup.module, setup.file, setup.name) == ("", rewards.__file__, "length")
+    assert locate_handler(rewards.Grader.grade).name == "Grader.grade"
+
+
+def test_a_function_of_a_package_is_found_by_module():
+    assert locate_handler(exact_match).module == "penstock.judger.rewards"
+    assert locate_handler(json.dumps).module == "json"
+    assert locate_handler("json.dumps").name == "dumps"
+    assert locate_handler("json:dumps").module == "json"
+
+
+def test_names_that_lead_nowhere_are_problems(rewards, make_config):
+    for handler, reason in [
+        ("json.dumbs", "AttributeError"),
+        ("no_such_package.reward", "ModuleNotFoundError"),
+        ("/no/such/file.py:reward", "FileNotFoundError"),
+        (f"{rewards.__file__}:missing", "AttributeError"),
+        (f"{rewards.__file__}:not_a_function", "not a function"),
+        ("reward", "names no module"),
+    ]:
+        (problem,) = problems(make_config(handler))
+        assert reason in problem, handler
+
+
+def test_a_missing_extra_is_a_problem_that_says_what_to_install(rewards, make_config):
+    assert problems(make_config(math_equal)) == []
+    rewards.length.penstock_needs = (("no_such_package", "math"),)
+    try:
+        (problem,) = problems(make_config(rewards.length))
+    finally:
+        del rewards.length.penstock_needs
+    assert "pip install 'penstock[math]'" in problem

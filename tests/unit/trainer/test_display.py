@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from penstock.trainer.display import Display, LiveDisplay, PlainDisplay, count, duration, sparkline
+
+METRICS = {
+    "reward/mean": 0.4125,
+    "time/produce_s": 1.2,
+    "time/prepare_s": 0.01,
+    "time/train_s": 0.7,
+    "time/step_s": 2.1,
+    "tokens/generated_per_s": 310.0,
+    "tokens/trained_per_s": 25_000.0,
+    "train/loss": 0.0021,
+    "train/grad_norm": 1.3,
+    "staleness/mean": 0.0,
+}
+
+
+def run(display: Display, metrics: dict[str, float]) -> None:
+    display.start("quickstart", 2)
+    display.evaluated(0, {"eval/accuracy": 0.31, "eval/greedy_accuracy": 0.42})
+    for step in (1, 2):
+        display.stage("produce")
+        display.progress("addition", 4, 8, tokens=300.0, pending=4, expired=1)
+        display.stage("train")
+        display.step(step, metrics)
+    display.note("checkpoint kept")
+    display.evaluated(2, {"eval/accuracy": 0.9})
+    display.finish({"run_directory": "runs/quickstart", "accuracy": 0.9})
+    display.close()
+    display.close()
+
+
+def live(width: int = 120) -> tuple[LiveDisplay, io.StringIO]:
+    out = io.StringIO()
+    return LiveDisplay(Console(file=out, force_terminal=True, width=width, color_system=None)), out
+
+
+def test_without_a_terminal_each_step_and_each_evaluation_is_one_line() -> None:
+    out = io.StringIO()
+    run(PlainDisplay(out), METRICS)
+    assert out.getvalue().splitlines() == [
+        "quickstart: 2 steps",
+        "eval after step 0  accuracy 31.0 %  greedy 42.0 %",
+        *(
+            f"step {step}/2  reward 0.412  loss 0.0021  grad 1.30  2.1 s (produce 1.2, train 0.7)"
+            "  310 tokens/s generated  25.0k tokens/s trained"
+            for step in (1, 2)
+        ),
+        "checkpoint kept",
+        "eval after step 2  accuracy 90.0 %",
+        "  run directory  runs/quickstart",
+        "  accuracy       0.9",
+    ]
+
+
+def test_the_live_picture_shows_reward_evaluation_time_and_speed() -> None:
+    display, out = live()
+    run(display, METRICS)
+    picture = out.getvalue()
+    for words in ("2/2", "first 0.412", "accuracy 90.0 %", "step 0: accuracy 31.0 %", "produce 63 %", "310 tokens/s"):
+        assert words in picture
+
+
+def test_a_task_has_a_bar_while_its_batch_is_produced_and_none_afterwards() -> None:
+    display, _ = live()
+    display.start("quickstart", 2)
+    display.stage("produce")
+    display.progress("addition", 4, 8, tokens=300.0, pending=4, expired=0)
+    console = Console(file=io.StringIO(), width=120)
+    with console.capture() as shown:
+        console.print(display.picture())
+    assert "addition 4/8 groups" in shown.get()
+    assert "tokens/s  4 pending" in shown.get()
+    display.stage("train")
+    with console.capture() as shown:
+        console.print(display.picture())
+    assert "addition" not in shown.get()
+    display.close()
+
+
+@pytest.mark.parametrize("metrics", [{}, {"reward/mean": math.nan}, {"time/step_s": 0.0, "time/train_s": 0.0}])
+def test_missing_and_odd_metrics_are_simply_not_shown(metrics: dict[str, float]) -> None:
+    run(PlainDisplay(io.StringIO()), metrics)
+    run(live()[0], metrics)
+
+
+def test_the_picture_fits_a_narrow_terminal() -> None:
+    display, out = live(width=40)
+    run(display, METRICS)
+    assert "2/2" in out.getvalue()
+
+
+def test_the_cursor_is_given_back_when_a_run_ends_with_an_error() -> None:
+    display, out = live()
+    display.start("quickstart", 2)
+    display.close()
+    assert out.getvalue().endswith("\x1b[?25h")
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=200), st.integers(1, 64))
+def test_a_sparkline_never_fails_and_never_outgrows_its_width(values: list[float], width: int) -> None:
+    assert len(sparkline(values, width)) <= width
+
+
+def test_a_rising_curve_rises() -> None:
+    assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"
+    assert sparkline([float(i) for i in range(16)], 8) == "▁▂▃▄▅▆▇█"
+
+
+def test_numbers_are_written_for_people() -> None:
+    assert [count(9_999), count(25_012), count(3.2e6)] == ["9999", "25.0k", "3.2M"]
+    assert [duration(9), duration(61), duration(3_720)] == ["9 s", "1 min 01 s", "1 h 02 min"]
