@@ -65,7 +65,7 @@ def train(options: argparse.Namespace) -> None:
     display = make_display(sys.stdout.isatty())
     try:
         trainer: Any = config
-        _announce_model(trainer.model, display)
+        _begin_loading(trainer.model, display)
         trainer.build(run_dir=run_dir, display=display).fit()
     finally:
         display.close()
@@ -81,7 +81,7 @@ def evaluate(options: argparse.Namespace) -> None:
     display = make_display(sys.stdout.isatty())
     try:
         trainer: Any = config
-        _announce_model(trainer.model, display)
+        _begin_loading(trainer.model, display)
         metrics = trainer.evaluate(display=display)
     finally:
         display.close()
@@ -130,10 +130,11 @@ def models(options: argparse.Namespace) -> None:
 def load_config(name: str, settings: Sequence[str] = ()) -> Config:
     """The checked `trainer` of a recipe or file with `--set` values applied. Raises ConfigError with all problems."""
     from penstock.config import Config, nearest
+    from penstock.models import check_model
 
     module = _load_module(name)
     config = getattr(module, "trainer", None)
-    if not isinstance(config, Config):
+    if not isinstance(config, Config) or not hasattr(config, "model") or not hasattr(config, "build"):
         found = [key for key, value in vars(module).items() if isinstance(value, Config)]
         hint = nearest("trainer", found) if found else ""
         raise ConfigError(f"{module.__file__}: it must set `trainer` to a trainer's configuration.{hint}")
@@ -143,10 +144,12 @@ def load_config(name: str, settings: Sequence[str] = ()) -> Config:
             config = _apply(config, setting)
         except ConfigError as error:
             problems += error.problems
-    try:
-        config.check()
-    except ConfigError as error:
-        problems += error.problems
+    trainer: Any = config
+    for check in (trainer.check, lambda: check_model(trainer.model)):
+        try:
+            check()
+        except RefusedError as error:
+            problems += error.problems
     if problems:
         raise ConfigError(problems)
     return config
@@ -252,11 +255,14 @@ def _use_model_cache() -> None:
         set_cache_directory(Path(home).expanduser() / "models")
 
 
-def _announce_model(name: str, display: Display) -> None:
+def _begin_loading(name: str, display: Display) -> None:
+    # Bars of other libraries would tear the picture; the display says what goes on.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from penstock.models import KNOWN_MODELS, find_cached
 
     if name in KNOWN_MODELS and find_cached(name) is None:
         display.note(f"making the model {name} ready, this once: {KNOWN_MODELS[name]}")
+    display.stage("load")
 
 
 def _recipe(name: str) -> Path:

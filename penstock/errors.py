@@ -4,7 +4,8 @@
     ├── RefusedError              refused before anything ran; the CLI exits 2
     │   ├── ConfigError           a configuration that cannot work, all problems at once
     │   ├── DatasetError          rows that cannot be used, each with file:line
-    │   └── ModelError            a model that cannot be had or does not fit
+    │   ├── ModelError            a model that cannot be had or does not fit
+    │   └── LedgerError           a ledger that is damaged, of another format, or held by another process
     ├── RolloutFailure            belongs to one rollout; becomes a `Failure` on its record, never a reward
     │   ├── InfrastructureFailure   another try may help: engine, network, worker process (budget 3)
     │   └── DataFailure             this prompt or this answer is the cause (budget 1)
@@ -51,6 +52,10 @@ class DatasetError(RefusedError):
 
 
 class ModelError(RefusedError):
+    pass
+
+
+class LedgerError(RefusedError):
     pass
 
 

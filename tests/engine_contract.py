@@ -93,8 +93,8 @@ async def running(subject: Subject) -> AsyncIterator[Engine]:
 
 async def has_made(engine: Engine, tokens: int) -> None:
     """Waits until the engine has made so many tokens since it started."""
-    while (await engine.stats()).generated_tokens < tokens:
-        await asyncio.sleep(0)
+    while (await engine.stats()).generated_tokens < tokens:  # noqa: ASYNC110 - an engine has no event for this
+        await asyncio.sleep(0.001)
 
 
 def ids_of(completion: Completion) -> list[int]:
@@ -253,13 +253,14 @@ async def a_partial_answer_goes_on_after_an_abort_as_if_nothing_happened(subject
 
 async def pause_keep_freezes_and_continues_the_same_answers(subject: Subject) -> None:
     async with running(subject) as engine:
-        expected = await engine.generate(ask("alone", seed=1, max_tokens=300))
+        # Greedy: with other neighbours an engine may round differently, and a uniform may fall beside a boundary.
+        expected = await engine.generate(ask("alone", temperature=0.0, max_tokens=300))
         before = (await engine.stats()).generated_tokens
-        task = asyncio.create_task(engine.generate(ask("frozen", seed=1, max_tokens=300)))
+        task = asyncio.create_task(engine.generate(ask("frozen", temperature=0.0, max_tokens=300)))
         await has_made(engine, before + 3)
         await engine.pause_generation("keep")
         frozen = (await engine.stats()).generated_tokens
-        late = asyncio.create_task(engine.generate(ask("late", seed=1, max_tokens=4)))
+        late = asyncio.create_task(engine.generate(ask("late", temperature=0.0, max_tokens=4)))
         await asyncio.sleep(0)
         await engine.check_health()
         assert (await engine.stats()).generated_tokens == frozen

@@ -106,7 +106,7 @@ def _difference(model: Any, *, share_prompts: bool) -> float:
     ids = (np.arange(1, 16, dtype=np.int64) * 7919 % vocab).astype(np.int32)
     prompt, answers = ids[:5], [ids[5:9], ids[9:15]]
     batch = TrainBatch(0, [TrainGroup("probe", prompt, [_probe_answer(answer) for answer in answers])])
-    worst = 0.0
+    differences = []
     with torch.no_grad():
         for micro_batch in pack(batch, max_tokens=256, share_prompts=share_prompts):
             ours = compute_logprobs(model, micro_batch, temperature=1.0, share_prompts=share_prompts).logprobs
@@ -114,11 +114,11 @@ def _difference(model: Any, *, share_prompts: bool) -> float:
                 whole = torch.from_numpy(np.concatenate([prompt, answer]).astype(np.int64))
                 logits = model(input_ids=whole[None], use_cache=False).logits[0]
                 plain = logits.float().log_softmax(-1)[:-1].gather(1, whole[1:, None])[len(prompt) - 1 :, 0]
-                mine = torch.from_numpy(micro_batch.answer_index == index)
-                where = torch.from_numpy(micro_batch.token_index[micro_batch.answer_index == index])
-                if mine.any():
-                    worst = max(worst, (ours[mine] - plain[where]).abs().max().item())
-    return worst
+                mine = micro_batch.answer_index == index
+                where = torch.from_numpy(micro_batch.token_index[mine])
+                differences.append((ours[torch.from_numpy(mine)] - plain[where]).abs())
+    # The maximum of a tensor is NaN when one of them is; Python's would pass over it.
+    return torch.cat(differences).max().item()
 
 
 def _probe_answer(ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> TrainAnswer:

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from penstock.errors import StorageError
 
 TOKENIZER_FILES = (
@@ -17,7 +19,8 @@ TOKENIZER_FILES = (
 def save_hf(model: Any, tokenizer_dir: Path, directory: Path) -> None:
     """The model's weights and configuration with the tokenizer of `tokenizer_dir`; replaces a directory of that name.
 
-    Everything is written and flushed under another name first. Raises StorageError, the old directory still there.
+    Everything is written and flushed under another name first. Raises StorageError, the old directory still there;
+    a crash between the two renames leaves both complete under their hidden names.
     """
     directory = directory.absolute()
     unfinished = directory.with_name(f".{directory.name}.unfinished")
@@ -33,13 +36,22 @@ def save_hf(model: Any, tokenizer_dir: Path, directory: Path) -> None:
                     shutil.copy(file, unfinished / file.name)
         for path in [*unfinished.rglob("*"), unfinished]:
             _flush(path)
-        if directory.exists():
-            directory.rename(replaced)
-        unfinished.rename(directory)
+        _swap(unfinished, directory, replaced)
         _flush(directory.parent)
         shutil.rmtree(replaced, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise StorageError(f"{directory} could not be written: {error}") from error
+
+
+def _swap(new: Path, name: Path, old: Path) -> None:
+    if name.exists():
+        name.rename(old)
+    try:
+        new.rename(name)
+    except OSError:
+        if old.exists():
+            old.rename(name)
+        raise
 
 
 def _flush(path: Path) -> None:

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from penstock.errors import RunError, StepRefused
 from penstock.learn.batch import TrainBatch
 from penstock.learn.config import TrainWorkerConfig
 from penstock.learn.load import can_share_prompts, check_bfloat16, check_head, load_model
-from penstock.learn.logprobs import compute_logprobs
+from penstock.learn.logprobs import TokenLogprobs, compute_logprobs
 from penstock.learn.losses import LossTokens, Mismatch, answer_weights, get_loss
 from penstock.learn.pack import MicroBatch, pack
 from penstock.learn.save import save_hf
@@ -98,15 +97,14 @@ class TorchTrainWorker:
 
     def score(self, batch: TrainBatch) -> list[np.ndarray[tuple[int], np.dtype[np.float32]]]:
         """The trainer's logprob of every token of every answer, trained or not, in the batch's order."""
-        scores = [np.zeros(len(answer.ids), dtype=np.float32) for answer in batch.answers]
+        ends = np.cumsum([len(answer.ids) for answer in batch.answers])
+        starts = ends - [len(answer.ids) for answer in batch.answers]
+        scores = np.zeros(ends[-1], dtype=np.float32)
         with self._torch_settings(), torch.no_grad():
             for micro_batch in self._pack(batch, every_token=True):
                 logprobs = self._logprobs(micro_batch, batch.temperature).logprobs.float().cpu().numpy()
-                for answer, token, value in zip(
-                    micro_batch.answer_index, micro_batch.token_index, logprobs, strict=True
-                ):
-                    scores[answer][token] = value
-        return scores
+                scores[starts[micro_batch.answer_index] + micro_batch.token_index] = logprobs
+        return np.split(scores, ends[:-1])
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The live weights by their Hugging Face names; tied ones once, under the name of the first."""
@@ -208,7 +206,7 @@ class TorchTrainWorker:
         step.add(micro_batch, tokens, {"entropy": computed.entropy, **terms.shares})
         return loss.item()
 
-    def _logprobs(self, micro_batch: MicroBatch, temperature: float) -> Any:
+    def _logprobs(self, micro_batch: MicroBatch, temperature: float) -> TokenLogprobs:
         return compute_logprobs(
             self.model,
             micro_batch,

@@ -2,6 +2,7 @@
 
 from penstock.models.resolve import (
     KNOWN_MODELS,
+    check_model,
     default_cache_directory,
     find_cached,
     model_context,
@@ -12,6 +13,7 @@ from penstock.models.tokenizer import load_tokenizer
 
 __all__ = [
     "KNOWN_MODELS",
+    "check_model",
     "default_cache_directory",
     "find_cached",
     "load_tokenizer",

@@ -52,15 +52,28 @@ def resolve_model(name: str, *, cache: Path | None = None) -> Path:
 
     Raises ModelError when there is no such model, when a directory lacks a file, and when it cannot be had offline.
     """
+    check_model(name)
     if name in KNOWN_MODELS:
         return find_cached(name, cache=cache) or _make_known(name, cache or default_cache_directory())
-    directory = Path(name).expanduser()
-    if directory.exists() or name.startswith(("/", ".", "~")):
-        return _check_directory(directory)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if _is_hub_id(name):
         return _check_directory(_from_hub(name))
+    return Path(name).expanduser()
+
+
+def check_model(name: str) -> None:
+    """Raise ModelError when `name` can be no model; fetches nothing and makes nothing."""
+    if name in KNOWN_MODELS or _is_hub_id(name):
+        return
+    directory = Path(name).expanduser()
+    if directory.exists() or "/" in name:
+        _check_directory(directory)
+        return
     guess = nearest(name, list(KNOWN_MODELS))
     raise ModelError(f"there is no model {name!r}.{guess} A directory or a hub id (owner/name) works too.")
+
+
+def _is_hub_id(name: str) -> bool:
+    return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)) and not Path(name).exists()
 
 
 def find_cached(name: str, *, cache: Path | None = None) -> Path | None:

@@ -58,6 +58,8 @@ class World(msgspec.Struct, kw_only=True):
     sync_weights_interval: int = 1
     dead_letters: Path | None = None
     on_progress: OnProgress | None = None
+    pauses_engine: bool = True
+    """False when another manager pauses the engine and this one only shares it."""
     placement: Placement | None = None
 
 
@@ -98,7 +100,7 @@ class AgentLoopManagerConfig(Config):
         ]
         return manager(
             tasks,
-            engine=world.engine,
+            engine=world.engine if world.pauses_engine else None,
             buffer=world.buffer,
             pause_deadlines=PauseDeadlines(
                 request_timeout_s=self.pause_request_timeout_s, resend_interval_s=self.pause_resend_interval_s

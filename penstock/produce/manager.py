@@ -48,11 +48,13 @@ class AgentLoopManagerStatus(enum.StrEnum):
 
 
 class AgentLoopManager:
+    """`engine` is the one it pauses and continues; None when somebody else does (evaluation beside training)."""
+
     def __init__(
         self,
         tasks: list[Task],
         *,
-        engine: Engine,
+        engine: Engine | None,
         buffer: ReplayBuffer,
         pause_deadlines: PauseDeadlines | None = None,
         stall_timeout_s: float = 900.0,
@@ -306,7 +308,8 @@ class AgentLoopManager:
             ) from None
 
     async def _continue(self, model_step: int) -> None:
-        await self._engine.continue_generation()
+        if self._engine is not None:
+            await self._engine.continue_generation()
         self._model_step = model_step
         self._update_event.clear()
         self.buffer.changed.notify()

@@ -22,14 +22,14 @@ class PauseDeadlines(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def pause_engines(
-    engine: Engine, deadlines: PauseDeadlines, *, none_protected: Callable[[], bool], changed: Signal
+    engine: Engine | None, deadlines: PauseDeadlines, *, none_protected: Callable[[], bool], changed: Signal
 ) -> None:
     """Wait for what must not be interrupted, then ask for the pause until it succeeds. Runs beside the drain.
 
     Whoever drains bounds the first wait: it cancels what is still protected at its deadline.
     """
     await changed.wait_until(none_protected)
-    while True:
+    while engine is not None:
         try:
             async with asyncio.timeout(deadlines.request_timeout_s):
                 await engine.pause_generation()

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from penstock.errors import IllegalTransition
+from penstock.rollout import Status
 
 
 class GroupState(enum.StrEnum):
@@ -70,6 +71,18 @@ class Transition(msgspec.Struct, frozen=True, gc=False):
     train_step: int = 0
     """The consumer's step when it happened; for LEASED and TRAINED the step of the batch."""
     reason: DiscardReason | None = None
+    sequence: int = 0
+    """The group's place in the order of all draws, from 0."""
+    draw: int = 0
+    """The group's place in its task's draws."""
+    tokens: int = 0
+    """What the group holds after this."""
+    statuses: tuple[Status, ...] = ()
+    """Of its rollouts, after this."""
+    wasted: tuple[tuple[str, int], ...] = ()
+    """Tokens the group dropped since the transition before, by reason."""
+    detail: str = ""
+    """For people: what the failed rollouts of a discarded group said."""
 
 
 class Conservation(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +136,15 @@ class Lifecycle:
         if reason is not None:
             self._discarded[task][reason] += 1
         return Transition(group_id, task, source, target, train_step, reason)
+
+    def restore(
+        self, states: Mapping[str, Mapping[GroupState, int]], discarded: Mapping[str, Mapping[DiscardReason, int]]
+    ) -> None:
+        """Begin with these counts per task, as if all their moves had been made here."""
+        for task, counts in states.items():
+            self._states[task] = Counter(counts)
+            self._discarded[task] = Counter(discarded.get(task, {}))
+            self.drawn[task] = sum(counts.values())
 
     def count(self, task: str, state: GroupState) -> int:
         states = self._states.get(task)

@@ -49,10 +49,19 @@ class StaleRule(msgspec.Struct, frozen=True, gc=False):
         steps = rollout.response.steps
         if not steps:
             return NEVER
+        return self.limit(min(step for step, _ in steps), max(step for step, _ in steps))
+
+    def limit(self, oldest: int, newest: int) -> int:
+        """The first train step for which tokens of these model steps are too stale."""
         if self.token_stale_threshold is not None and self.token_stale_threshold <= self.stale_threshold:
             # Older tokens are masked before they could expire the rollout, so its newest token decides.
-            return max(step for step, _ in steps) + 1 + self.token_stale_threshold
-        return min(step for step, _ in steps) + 1 + self.stale_threshold
+            return newest + 1 + self.token_stale_threshold
+        return oldest + 1 + self.stale_threshold
+
+    def first_expiry(self, group: Group) -> int:
+        """The step at which the next rollout of the group will be too stale, however late it is already."""
+        live = (rollout for rollout in group if rollout.status in (Status.COMPLETED, Status.ABORTED))
+        return min((self.expires_at(rollout) for rollout in live), default=NEVER)
 
     def mark_expired(self, group: Group, train_step: int) -> int:
         """Set the rollouts that are too stale to EXPIRED; returns the step at which the next one will be."""

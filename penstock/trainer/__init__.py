@@ -1,6 +1,6 @@
 """The loops: trainers, evaluation, trackers, trajectories, the terminal display."""
 
-from penstock.trainer.config import RLColocateTrainerConfig, RLTrainerConfig
+from penstock.trainer.config import RLColocateTrainerConfig, RLDisaggregatedTrainerConfig, RLTrainerConfig
 from penstock.trainer.evaluator import EvaluatorConfig
 from penstock.trainer.trackers import JsonlTrackerConfig, TensorBoardTrackerConfig, WandbTrackerConfig
 
@@ -8,6 +8,7 @@ __all__ = [
     "EvaluatorConfig",
     "JsonlTrackerConfig",
     "RLColocateTrainerConfig",
+    "RLDisaggregatedTrainerConfig",
     "RLTrainerConfig",
     "TensorBoardTrackerConfig",
     "WandbTrackerConfig",

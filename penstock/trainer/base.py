@@ -175,16 +175,19 @@ class RLTrainer:
     async def _after_step(self, train_step: int) -> None:
         """Evaluate and export when it is time."""
         if train_step % self.config.eval_interval == 0 and not self._stop_requested:
-            await self._evaluate(train_step)
+            await self._evaluate_between_steps(train_step)
         if self.config.hf_interval is not None and train_step % self.config.hf_interval == 0:
             await self._export_hf(train_step)
 
-    async def _evaluate(self, model_step: int) -> None:
+    async def _evaluate_between_steps(self, model_step: int) -> None:
+        await self._evaluate(model_step)
+
+    async def _evaluate(self, model_step: int, *, shares_engine: bool = False) -> None:
         if self.parts.evaluator is None:
             return
         times = StageTimes(self._display)
         with times.stage("eval"):
-            evaluation = await self.parts.evaluator.evaluate(model_step)
+            evaluation = await self.parts.evaluator.evaluate(model_step, shares_engine=shares_engine)
             self._trajectories.save(f"eval-{model_step}", evaluation.groups, model_step + 1)
         metrics = evaluation.metrics | times.metrics()
         for tracker in self._trackers:

@@ -5,21 +5,12 @@ step t:  produce -> engine sleeps -> prepare -> save trajectories -> train -> co
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from penstock.trainer.base import RLTrainer, StageTimes
-from penstock.trainer.config import RLTrainerConfig
-from penstock.trainer.display import Display
-from penstock.trainer.parts import Parts
-from penstock.weights import InProcessChannel
 
 
 class RLColocateTrainer(RLTrainer):
-    def __init__(self, config: RLTrainerConfig, parts: Parts, run_dir: Path, display: Display) -> None:
-        super().__init__(config, parts, run_dir, display)
-        self._channel = InProcessChannel(parts.engine, timeout_s=config.sync_timeout_s)
-        self._engine_step = 0
-        """The weights the engine serves."""
+    _engine_step = 0
+    """The weights the engine serves."""
 
     async def _run_steps(self) -> None:
         train_step = 1
@@ -38,7 +29,7 @@ class RLColocateTrainer(RLTrainer):
         with times.stage("sync"):
             await engine.wake()
             if metrics is not None and train_step % self.config.sync_weights_interval == 0:
-                await self._channel.publish(self.parts.worker, train_step)
+                await self.parts.channel.publish(self.parts.worker, train_step)
                 self._engine_step = train_step
         if metrics is None:
             return False

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pydantic
 
-from penstock.config import Config
+from penstock.config import Config, dotted_name
 from penstock.engine import EmbeddedEngineConfig
 from penstock.learn import TrainWorkerConfig
-from penstock.produce import AgentLoopManagerConfig, TaskSpecConfig
+from penstock.produce import (
+    AgentLoopManagerConfig,
+    SyncProduceStrategyConfig,
+    TaskSpecConfig,
+    default_should_continue,
+)
 from penstock.replay import ReplayBufferConfig
 from penstock.trainer.display import Display, make_display
 from penstock.trainer.evaluator import EvaluatorConfig
@@ -19,6 +25,7 @@ from penstock.trainer.trackers import JsonlTrackerConfig, TensorBoardTrackerConf
 
 if TYPE_CHECKING:
     from penstock.trainer.colocate import RLColocateTrainer
+    from penstock.trainer.disaggregated import RLDisaggregatedTrainer
 
 
 class RLTrainerConfig(Config):
@@ -62,6 +69,17 @@ class RLTrainerConfig(Config):
                     "least 2 (recipes use 8)"
                 )
 
+    def threads(self) -> tuple[int | None, int | None]:
+        """CPU threads of the trainer and of the engine; None leaves it to torch."""
+        return self.cpu_threads, self.cpu_threads
+
+    def evaluate(self, *, display: Display | None = None) -> dict[str, float]:
+        """The evaluator alone, on `model` as it is."""
+        from penstock.trainer.parts import evaluate_once
+
+        self.check()
+        return evaluate_once(self, display or make_display(terminal=False))
+
 
 class RLColocateTrainerConfig(RLTrainerConfig):
     """Engine and trainer take turns on the same devices."""
@@ -75,12 +93,38 @@ class RLColocateTrainerConfig(RLTrainerConfig):
         display = display or make_display(terminal=False)
         return RLColocateTrainer(self, build_parts(self, Path(run_dir), display), Path(run_dir), display)
 
-    def evaluate(self, *, display: Display | None = None) -> dict[str, float]:
-        """The evaluator alone, on `model` as it is."""
-        from penstock.trainer.parts import evaluate_once
+
+class RLDisaggregatedTrainerConfig(RLTrainerConfig):
+    """A producer in the background and the trainer in front of it, each on devices of its own."""
+
+    def threads(self) -> tuple[int | None, int | None]:
+        """Both work at once, so they divide the cores."""
+        cores = self.cpu_threads or os.cpu_count() or 2
+        return max(1, cores - cores // 2), max(1, cores // 2)
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        for task in self.manager.task_list:
+            strategy = task.produce_strategy_config
+            if isinstance(strategy, SyncProduceStrategyConfig):
+                yield (
+                    f"task {task.task_name!r}: produce_strategy_config is SyncProduceStrategyConfig; a producer beside "
+                    "the trainer needs AsyncProduceStrategyConfig"
+                )
+            if strategy.should_continue_fn is not default_should_continue:
+                yield (
+                    f"task {task.task_name!r}: should_continue_fn is {dotted_name(strategy.should_continue_fn)}; only "
+                    "a colocated run can end production early"
+                )
+
+    def build(self, *, run_dir: Path | str, display: Display | None = None) -> RLDisaggregatedTrainer:
+        """Check everything, scan the datasets, load the model. Writes nothing. Raises RefusedError."""
+        from penstock.trainer.disaggregated import RLDisaggregatedTrainer
+        from penstock.trainer.parts import build_parts
 
         self.check()
-        return evaluate_once(self, display or make_display(terminal=False))
+        display = display or make_display(terminal=False)
+        return RLDisaggregatedTrainer(self, build_parts(self, Path(run_dir), display), Path(run_dir), display)
 
 
 def _sampling_problems(tasks: list[TaskSpecConfig]) -> Iterator[str]:

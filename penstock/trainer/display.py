@@ -120,11 +120,11 @@ class LiveDisplay:
 
     def start(self, title: str, total_steps: int) -> None:
         self._title, self._total, self._began = title, total_steps, time.monotonic()
-        self._live = Live(get_renderable=self.picture, console=self._console, refresh_per_second=8)
-        self._live.start()
+        self._go_live()
 
     def stage(self, name: str) -> None:
         self._stage, self._stage_began, self._tasks = name, time.monotonic(), {}
+        self._go_live()
 
     def progress(self, task: str, done: int, target: int, **fields: float) -> None:
         self._tasks = self._tasks | {task: (done, target, fields)}
@@ -152,11 +152,20 @@ class LiveDisplay:
     def close(self) -> None:
         if self._live is not None:
             self._tasks = {}
+            # Before the run has begun there is only the name of a stage, which need not stay.
+            self._live.transient = not self._title
             self._live.stop()
             self._live = None
 
+    def _go_live(self) -> None:
+        if self._live is None:
+            self._live = Live(get_renderable=self.picture, console=self._console, refresh_per_second=8)
+            self._live.start()
+
     def picture(self) -> RenderableType:
         # Rich asks from its own thread: every attribute is replaced whole, never changed in place.
+        if not self._title:
+            return Text(f"{self._stage} {time.monotonic() - self._stage_began:.0f} s", style="dim")
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="dim", width=8)
         rows.add_column()
@@ -220,7 +229,8 @@ def step_line(metrics: Mapping[str, float]) -> str:
 def training_words(metrics: Mapping[str, float]) -> list[str]:
     words = []
     if "train/loss" in metrics:
-        words.append(f"loss {metrics['train/loss']:.4f}")
+        # Adding 0.0 turns a rounded -0.0 into 0.0.
+        words.append(f"loss {round(metrics['train/loss'], 4) + 0.0:.4f}")
     if "train/grad_norm" in metrics:
         words.append(f"grad {metrics['train/grad_norm']:.2f}")
     if metrics.get("staleness/mean"):

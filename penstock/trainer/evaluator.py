@@ -92,8 +92,11 @@ class Evaluator:
         self._seed = seed
         self._on_progress = on_progress
 
-    async def evaluate(self, model_step: int) -> Evaluation:
-        """Ask everything of the weights the engine serves now. The engine is paused when it returns."""
+    async def evaluate(self, model_step: int, *, shares_engine: bool = False) -> Evaluation:
+        """Ask everything of the weights the engine serves now.
+
+        The engine is paused when it returns; with `shares_engine` it must be running, and is left so.
+        """
         config = self._config.manager_config()
         world = World(
             engine=self._engine,
@@ -103,6 +106,7 @@ class Evaluator:
             prompts={task.task_name: self._prompts[_base_name(task.task_name)] for task in config.task_list},
             run_seed=self._seed,
             on_progress=self._on_progress,
+            pauses_engine=not shares_engine,
         )
         manager = config.build(world, _EveryPrompt)
         sizes = {name: len(prompts) for name, prompts in world.prompts.items()}

@@ -10,13 +10,14 @@ import msgspec
 from penstock.judger import JudgerSet
 from penstock.learn.worker import TorchTrainWorker
 from penstock.models import load_tokenizer, model_context, resolve_model
-from penstock.ports import Engine, Tokenizer
+from penstock.ports import Engine, Tokenizer, WeightChannel
 from penstock.produce import AgentLoopManager, World, load_prompts
 from penstock.produce.watchdog import OnProgress
 from penstock.replay import ReplayBuffer
 from penstock.trainer.config import RLTrainerConfig
 from penstock.trainer.display import Display
 from penstock.trainer.evaluator import Evaluator
+from penstock.weights import InProcessChannel
 
 EVAL_SEED = 1_000_003
 """Added to the run's seed, so that evaluation does not replay the random numbers of training."""
@@ -24,6 +25,7 @@ EVAL_SEED = 1_000_003
 
 class Parts(msgspec.Struct, kw_only=True):
     engine: Engine
+    channel: WeightChannel
     judgers: JudgerSet
     worker: TorchTrainWorker
     buffer: ReplayBuffer
@@ -55,7 +57,7 @@ class _Opened:
             str(self.model_dir),
             self.tokenizer,
             deterministic=self.config.deterministic,
-            threads=self.config.cpu_threads,
+            threads=self.config.threads()[1],
         )
 
     def evaluator(self, engine: Engine) -> Evaluator | None:
@@ -84,7 +86,7 @@ def build_parts(config: RLTrainerConfig, run_dir: Path, display: Display) -> Par
         opened.model_dir,
         total_steps=config.total_steps,
         deterministic=config.deterministic,
-        threads=config.cpu_threads,
+        threads=config.threads()[0],
     )
     engine = opened.engine()
     buffer = config.replay_buffer.build()
@@ -101,6 +103,7 @@ def build_parts(config: RLTrainerConfig, run_dir: Path, display: Display) -> Par
     )
     return Parts(
         engine=engine,
+        channel=InProcessChannel(engine, timeout_s=config.sync_timeout_s),
         judgers=opened.judgers,
         worker=worker,
         buffer=buffer,

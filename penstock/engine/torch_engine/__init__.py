@@ -1,12 +1,15 @@
 """The embedded engine, part by part.
 
 build.py      a model directory becomes a running engine
+cpu.py        does this CPU run what it claims
 engine.py     the async front: one thread that steps, an event loop that never waits for it
-scheduler.py  which requests run in which slots; one step = commands, prefill, decode, sample, finish
-row.py        one request on its way: its tokens, budget and end
+scheduler.py  which requests run; one step = admit, compute prompts, decode, sample, end the finished
+slots.py      the running answers as columns
+row.py        one request on its way: its context, budget and stop strings
 prefix.py     prompts computed once and shared by a group
 cache.py      keys and values, one slot per running answer
 attention.py  one new token per slot over the cache, and a prompt over itself
+model.py      what the scheduler asks of a model
 forward.py    fused forward of the Llama and Qwen families
 generic.py    any transformers causal LM through its own forward
 weights.py    Hugging Face names to places in the engine's layout, all or nothing

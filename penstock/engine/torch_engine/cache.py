@@ -84,6 +84,11 @@ class SlotCache:
         for tensor in self.keys + self.values:
             tensor[slot, :, :length] = tensor[source, :, :length]
 
+    def wipe(self, slot: int, start: int) -> None:
+        """Zero a slot from `start` on."""
+        for tensor in self.keys + self.values:
+            tensor[slot, :, start:] = 0
+
     def _zeros(self, heads: int, dim: int) -> Tensor:
         return torch.zeros(self.slots, heads, self.length, dim, dtype=self._dtype, device=self._device)
 

@@ -81,6 +81,7 @@ def sample(logits: Tensor, how: Sampling) -> tuple[npt.NDArray[np.int64], npt.ND
     if len(greedy):
         chosen = torch.from_numpy(greedy).to(logits.device)
         ids[chosen] = logits[chosen].argmax(-1)
+    ids.clamp_(max=logits.shape[1] - 1)  # Only a row of NaN can point into the padding.
     picked = original[torch.arange(rows, device=logits.device), ids].double()
     logprobs = (picked - log_total).float()
     return ids.cpu().numpy(), logprobs.cpu().numpy()

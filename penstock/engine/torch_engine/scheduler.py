@@ -172,6 +172,10 @@ class Scheduler:
                 reason="logits not finite",
             )
         self._end_slots(ends)
+        if any(isinstance(end, InfrastructureFailure) for end in ends.values()):
+            # A NaN left behind a row's end would reach it: probability 0 times NaN is NaN.
+            for slot in range(self.cache.slots):
+                self.cache.wipe(slot, int(slots.position[slot]))
 
     def _ended(self, n: int, tokens: np.ndarray) -> list[tuple[int, FinishReason]]:
         slots = self._slots

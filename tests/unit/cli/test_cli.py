@@ -49,7 +49,7 @@ class TrainerConfig(Config):
         return Trainer(self, run_dir, display)
 
     def evaluate(self, *, display):
-        return {"eval/accuracy": 0.5 if self.model == "other" else 0.0}
+        return {"eval/accuracy": 0.5 if self.model == "smollm2-135m" else 0.0}
 
 
 class Trainer:
@@ -123,6 +123,7 @@ def test_every_problem_of_set_and_of_the_whole_configuration_is_reported_at_once
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = ["part.lr=-1", "part.nme=x", "nonsense", "parts.1.name=bad", "ending=impossible", "part.params.top_p=7"]
+    settings += ["model=smollm2-135b"]
     lines = fails(["train", "mine.py", *(word for setting in settings for word in ("--set", setting))], 2, capsys)
     assert lines == [
         "penstock: --set part.lr=-1: PartConfig.lr is -1; input should be greater than 0.",
@@ -131,6 +132,8 @@ def test_every_problem_of_set_and_of_the_whole_configuration_is_reported_at_once
         "penstock: --set part.params.top_p=7: SampleParams: top_p is 7.0; it must be above 0 and at most 1",
         "penstock: ending is 'impossible'; it must be possible",
         "penstock: parts.1: name is 'bad'; it must be good",
+        "penstock: there is no model 'smollm2-135b'. Did you mean 'smollm2-135m'? "
+        "A directory or a hub id (owner/name) works too.",
     ]
     assert [path.name for path in folder.iterdir()] == ["mine.py"]
 
@@ -158,6 +161,7 @@ def test_a_run_that_cannot_go_on_exits_1_and_an_interrupted_one_130(
         ("def f():\n    return 1 / 0\n\n\nf()\n", "broken.py:2: ZeroDivisionError: division by zero"),
         ("import sys\nsys.exit('stop')\n", "broken.py:2: SystemExit: stop"),
         ("x = 1\n", "broken.py: it must set `trainer` to a trainer's configuration."),
+        ("from penstock.config import Config\ntrainer = Config()\n", "broken.py: it must set `trainer`"),
         ("trainer = 3\n", "broken.py: it must set `trainer` to a trainer's configuration."),
         (CONFIG + "trainer = TrainerConfig(modle='x')\n", "Did you mean 'model'? broken.py:"),
         ("from penstock.config import import_name\nimport_name('os.nothing')\n", "'os.nothing' cannot be imported"),
@@ -229,13 +233,13 @@ def test_a_value_is_json_or_a_python_literal_or_text(text: str, value: object) -
 
 
 def test_a_value_may_contain_an_equals_sign(folder: Path) -> None:
-    assert load_config("mine.py", ["model=a=b"]).describe()["model"] == "a=b"
+    assert load_config("mine.py", ["part.name=a=b"]).describe()["part"]["name"] == "a=b"
 
 
 def test_eval_uses_the_model_given_and_prints_what_it_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "mine.py", "--model", "other"]) == 0
+    assert main(["eval", "mine.py", "--model", "smollm2-135m"]) == 0
     assert capsys.readouterr().out == "accuracy 50.0 %\n"
-    [line] = fails(["eval", "mine.py", "--model", "other", "--set", "evaluator=null"], 2, capsys)
+    [line] = fails(["eval", "mine.py", "--model", "smollm2-135m", "--set", "evaluator=null"], 2, capsys)
     assert "there is nothing to evaluate" in line
 
 

@@ -22,6 +22,9 @@ def by_command(response, label, extra_info):
     """Does what the response says; shows each kind of misbehaviour through one function."""
     if response == "hang":
         time.sleep(3600)
+    if response == "hang and tell":
+        Path(label).touch()
+        time.sleep(3600)
     if response == "hang with a child":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
         Path(label).write_text(str(child.pid))

@@ -161,38 +161,42 @@ def test_imports_stay_light(module, absent):
 
 
 DRIVER = """
-import asyncio, sys
+import asyncio, pathlib, sys
 from penstock.judger import NativeJudgerConfig
 from penstock.rollout import new_rollout
 
 async def main():
     judger = NativeJudgerConfig(reward_handler=sys.argv[1] + ":by_command", num_workers=2, timeout_s=600).build()
-    rollouts = [new_rollout("q") for _ in range(2)]
-    rollouts[0].response_text, rollouts[1].response_text = "hang", "fine"
+    hangs = pathlib.Path(sys.argv[2])
+    rollouts = [new_rollout("q", ground_truth=str(hangs)) for _ in range(2)]
+    rollouts[0].response_text, rollouts[1].response_text = "hang and tell", "fine"
     busy = asyncio.create_task(judger.judge(rollouts[0]))
     await judger.judge(rollouts[1])
+    while not hangs.exists():
+        await asyncio.sleep(0.01)
     print(*judger.worker_pids, flush=True)
-    if sys.argv[2] == "stay":
+    if sys.argv[3] == "stay":
         await busy
 
 asyncio.run(main())
 """
 
 
-def test_workers_end_when_their_parent_is_killed(is_gone):
-    with subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(REWARDS), "stay"], stdout=subprocess.PIPE, text=True
-    ) as driver:
+@pytest.fixture
+def driver_command(tmp_path):
+    return [sys.executable, "-W", "error", "-c", DRIVER, str(REWARDS), str(tmp_path / "hangs")]
+
+
+def test_workers_end_when_their_parent_is_killed(driver_command, is_gone):
+    with subprocess.Popen([*driver_command, "stay"], stdout=subprocess.PIPE, text=True) as driver:
         pids = [int(pid) for pid in driver.stdout.readline().split()]
         driver.kill()
     assert len(pids) == 2
     assert all(is_gone(pid) for pid in pids)
 
 
-def test_workers_end_when_their_parent_forgets_to_close(is_gone):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", DRIVER, str(REWARDS), "leave"], capture_output=True, text=True, timeout=60
-    )
+def test_workers_end_when_their_parent_forgets_to_close(driver_command, is_gone):
+    done = subprocess.run([*driver_command, "leave"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert done.stderr == ""
     assert all(is_gone(int(pid)) for pid in done.stdout.split())

@@ -63,6 +63,10 @@ def exploding_after_the_first_update(tokens: LossTokens, config: LossConfig) -> 
     return LossTerms(-tokens.advantages * tokens.logprobs * (torch.inf if late else 1.0))
 
 
+def with_a_gradient_that_is_not_a_number(tokens: LossTokens, config: LossConfig) -> LossTerms:
+    return LossTerms((tokens.logprobs - tokens.logprobs.detach()).sqrt())
+
+
 def test_training_raises_the_logprob_of_better_answers(model_dir: Path, batch: TrainBatch) -> None:
     worker = _worker(model_dir)
     before = worker.score(batch)
@@ -171,6 +175,16 @@ def test_a_step_that_is_not_finite_changes_nothing(model_dir: Path, batch: Train
     assert _same(_weights(worker), _weights(twin))
 
 
+def test_a_finite_loss_with_a_gradient_that_is_not_is_refused(model_dir: Path, batch: TrainBatch) -> None:
+    loss = LossConfig(name=f"{__name__}.with_a_gradient_that_is_not_a_number")
+    worker = _worker(model_dir, loss=loss)
+    weights = _weights(worker)
+    with pytest.raises(StepRefused, match=r"loss is 0\.0, gradient norm is nan"):
+        worker.train(batch)
+    assert _same(_weights(worker), weights)
+    assert worker.steps_done == 0
+
+
 def test_a_refused_second_update_takes_the_first_back(model_dir: Path, batch: TrainBatch) -> None:
     loss = LossConfig(name=f"{__name__}.exploding_after_the_first_update")
     worker = _worker(model_dir, updates_per_batch=2)
@@ -275,6 +289,14 @@ def test_a_model_with_learned_positions_may_share_prompts() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=64)).eval()
     check_head(model)
     assert can_share_prompts(model)
+
+
+def test_a_model_with_weights_that_are_not_numbers_is_refused(tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    with pytest.raises(ModelError, match="by nan"):
+        check_head(model)
 
 
 def test_a_model_that_scales_its_logits_is_refused() -> None:

@@ -87,6 +87,14 @@ def test_a_task_has_a_bar_while_its_batch_is_produced_and_none_afterwards() -> N
     display.close()
 
 
+def test_a_stage_before_the_run_begins_is_shown_and_does_not_stay() -> None:
+    display, out = live()
+    display.stage("load")
+    display.close()
+    assert "load 0 s" in out.getvalue()
+    assert out.getvalue().endswith("\x1b[1A\x1b[2K")
+
+
 @pytest.mark.parametrize("metrics", [{}, {"reward/mean": math.nan}, {"time/step_s": 0.0, "time/train_s": 0.0}])
 def test_missing_and_odd_metrics_are_simply_not_shown(metrics: dict[str, float]) -> None:
     run(PlainDisplay(io.StringIO()), metrics)

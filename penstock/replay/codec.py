@@ -1,0 +1,139 @@
+"""A group as bytes and back: msgpack, the prompt once, the rollouts without it.
+
+Statuses are not part of the bytes: they change without the content (a group expires, is given back) and stand beside
+the group's state.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.rollout import Failure, FinishReason, Group, Prompt, RolloutState, Status, Tokens, Turn, Verdict
+
+_LETTERS = {
+    Status.INIT: "i",
+    Status.COMPLETED: "c",
+    Status.ABORTED: "a",
+    Status.EXPIRED: "e",
+    Status.FAILED: "f",
+    Status.FILTERED: "x",
+    Status.MAX_TRIES: "m",
+}
+_STATUSES = {letter: status for status, letter in _LETTERS.items()}
+
+Column = int | float | str | None
+
+
+class StoredRollout(msgspec.Struct, array_like=True, gc=False):
+    """One rollout without prompt, group and status. New fields go to the end, with a default."""
+
+    rollout_id: str
+    ids: bytes
+    logprobs: bytes
+    mask: bytes
+    steps: tuple[tuple[int, int], ...]
+    response_text: str
+    turns: tuple[Turn, ...]
+    finish_reason: FinishReason | None
+    reward: Verdict | None
+    num_tries: int
+    infrastructure_failures: int
+    data_failures: int
+    group_generate_time_s: float
+    error: Failure | None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_prompt_decoder = msgspec.msgpack.Decoder(Prompt)
+_rollouts_decoder = msgspec.msgpack.Decoder(list[StoredRollout])
+
+
+def encode_prompt(prompt: Prompt) -> bytes:
+    return _encoder.encode(prompt)
+
+
+def encode_rollouts(group: Group) -> bytes:
+    return _encoder.encode(
+        [
+            StoredRollout(
+                rollout.rollout_id,
+                rollout.response.ids,
+                rollout.response.logprobs,
+                rollout.response.mask,
+                rollout.response.steps,
+                rollout.response_text,
+                rollout.turns,
+                rollout.finish_reason,
+                rollout.reward,
+                rollout.num_tries,
+                rollout.infrastructure_failures,
+                rollout.data_failures,
+                rollout.group_generate_time_s,
+                rollout.error,
+            )
+            for rollout in group
+        ]
+    )
+
+
+class StoredGroup(msgspec.Struct, frozen=True, gc=False):
+    """A group's bytes; decoded when it is needed, because a restart gives back more groups than the next step."""
+
+    task: str
+    group_id: str
+    draw: int
+    prompt: bytes
+    rollouts: bytes
+
+    def decode(self, statuses: Sequence[Status]) -> Group:
+        """Raises ValueError when bytes and statuses do not fit."""
+        prompt = _prompt_decoder.decode(self.prompt)
+        return [
+            RolloutState(
+                prompt=prompt,
+                task_name=self.task,
+                group_id=self.group_id,
+                rollout_id=stored.rollout_id,
+                draw=self.draw,
+                response=Tokens(stored.ids, stored.logprobs, stored.mask, stored.steps),
+                response_text=stored.response_text,
+                turns=stored.turns,
+                finish_reason=stored.finish_reason,
+                reward=stored.reward,
+                status=status,
+                num_tries=stored.num_tries,
+                infrastructure_failures=stored.infrastructure_failures,
+                data_failures=stored.data_failures,
+                group_generate_time_s=stored.group_generate_time_s,
+                error=stored.error,
+            )
+            for stored, status in zip(_rollouts_decoder.decode(self.rollouts), statuses, strict=True)
+        ]
+
+
+def encode_statuses(statuses: Sequence[Status]) -> str:
+    return "".join([_LETTERS[status] for status in statuses])
+
+
+def decode_statuses(letters: str) -> tuple[Status, ...]:
+    return tuple([_STATUSES[letter] for letter in letters])
+
+
+def model_step_range(group: Group) -> tuple[int, int] | tuple[None, None]:
+    """The oldest token's model step, and the lowest of the rollouts' newest: what decides when the group expires."""
+    runs = [[step for step, _ in rollout.response.steps] for rollout in group if rollout.response.steps]
+    if not runs:
+        return None, None
+    return min(min(steps) for steps in runs), min(max(steps) for steps in runs)
+
+
+def checksum(*columns: Column) -> int:
+    """CRC-32 over a row's columns."""
+    return zlib.crc32(_encoder.encode(columns))
+
+
+def content_checksum(content: bytes, *columns: Column) -> int:
+    return zlib.crc32(content, checksum(*columns))
