@@ -20,6 +20,7 @@ import json
 import os
 import sys
 import traceback
+from asyncio import CancelledError
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.trainer.display import Display
 
+INTERRUPTED = 130
 RECIPES = Path(__file__).parent / "recipes"
 
 
@@ -39,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        options.run(options)
-        return 0
+        code: int = options.run(options) or 0
+        return code
     except RefusedError as error:
         for problem in error.problems:
             print(f"penstock: {problem}", file=sys.stderr)
@@ -48,15 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunError as error:
         print(f"penstock: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
+    except (KeyboardInterrupt, CancelledError):
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader of a listing left (`penstock recipes | head`). Python would complain once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
-def train(options: argparse.Namespace) -> None:
+def train(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.set)
     run_dir = _run_dir(options)
     _use_model_cache()
@@ -66,7 +68,8 @@ def train(options: argparse.Namespace) -> None:
     try:
         trainer: Any = config
         _begin_loading(trainer.model, display)
-        trainer.build(run_dir=run_dir, display=display).fit()
+        summary = trainer.build(run_dir=run_dir, display=display).fit()
+        return INTERRUPTED if summary.interrupted else 0
     finally:
         display.close()
 
@@ -181,7 +184,11 @@ def next_free(directory: Path) -> Path:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="penstock", description="Reinforcement learning for language models.")
+    parser = argparse.ArgumentParser(
+        prog="penstock",
+        description="Reinforcement learning for language models.",
+        epilog="Models are kept in ~/.cache/penstock/models; the environment variable PENSTOCK_HOME moves them.",
+    )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

@@ -119,7 +119,7 @@ async def logprobs_are_those_of_the_trainers_own_forward(subject: Subject) -> No
     async with running(subject) as engine:
         for temperature in (1.0, 0.7, 1.5):
             requests = [
-                ask(f"{index}", prompt, seed=index, temperature=temperature, max_tokens=20 + 7 * index)
+                ask(f"{index}", prompt, seed=index, temperature=temperature, max_tokens=12 + 6 * index)
                 for index, prompt in enumerate(PROMPTS)
             ]
             completions = await asyncio.gather(*(engine.generate(request) for request in requests))
@@ -254,9 +254,9 @@ async def a_partial_answer_goes_on_after_an_abort_as_if_nothing_happened(subject
 async def pause_keep_freezes_and_continues_the_same_answers(subject: Subject) -> None:
     async with running(subject) as engine:
         # Greedy: with other neighbours an engine may round differently, and a uniform may fall beside a boundary.
-        expected = await engine.generate(ask("alone", temperature=0.0, max_tokens=300))
+        expected = await engine.generate(ask("alone", temperature=0.0, max_tokens=150))
         before = (await engine.stats()).generated_tokens
-        task = asyncio.create_task(engine.generate(ask("frozen", temperature=0.0, max_tokens=300)))
+        task = asyncio.create_task(engine.generate(ask("frozen", temperature=0.0, max_tokens=150)))
         await has_made(engine, before + 3)
         await engine.pause_generation("keep")
         frozen = (await engine.stats()).generated_tokens
@@ -308,13 +308,16 @@ async def loaded_weights_make_the_next_answers_and_are_named_by_them(subject: Su
 
 async def a_frozen_answer_goes_on_under_the_new_weights_and_says_so(subject: Subject) -> None:
     async with running(subject) as engine:
-        task = asyncio.create_task(engine.generate(ask("a", max_tokens=400)))
+        task = asyncio.create_task(engine.generate(ask("a", max_tokens=LONG)))
         await has_made(engine, 3)
         await engine.pause_generation("keep")
         made = (await engine.stats()).generated_tokens
         await engine.load_weights(subject.other_weights, 2)
         await engine.continue_generation()
-        assert (await task).steps == ((0, made), (2, 400 - made))
+        await has_made(engine, made + 1)
+        await engine.abort(["a"])
+        completion = await task
+        assert completion.steps == ((0, made), (2, len(ids_of(completion)) - made))
 
 
 async def wrong_weights_are_refused_and_the_old_ones_kept(subject: Subject) -> None:

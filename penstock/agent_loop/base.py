@@ -17,7 +17,7 @@ import numpy as np
 import pydantic
 
 from penstock.config import Config, import_name
-from penstock.errors import DataFailure, InfrastructureFailure, Interrupted, RolloutFailure
+from penstock.errors import DataFailure, InfrastructureFailure, Interrupted, RolloutFailure, RunError
 from penstock.ports import Completion, Engine, GenerateRequest, Judger, Local, Placement, Tokenizer
 from penstock.rollout import (
     Failure,
@@ -90,11 +90,14 @@ class AgentLoop:
         for rollout in playing:
             if not enable_partial_rollout and rollout.finish_reason is None:
                 reset_rollout_response(rollout)
-        async with asyncio.TaskGroup() as players:
-            for rollout in playing:
-                players.create_task(self._play(rollout), name=f"rollout {rollout.rollout_id}")
-        if self._judges_groups and all(rollout.status is Status.COMPLETED for rollout in group):
-            await self._bounded_judging(playing, lambda: self.judge_group(group))
+        try:
+            async with asyncio.TaskGroup() as players:
+                for rollout in playing:
+                    players.create_task(self._play(rollout), name=f"rollout {rollout.rollout_id}")
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        if self._judges_groups:
+            await self._judge_together(group)
         return group
 
     async def generate(self, rollout: RolloutState, *, params: SampleParams | None = None) -> Answer:
@@ -145,8 +148,8 @@ class AgentLoop:
         await self.engine.abort(sorted(self._requests))
 
     def stage(self, rollout_id: str) -> str:
-        """What a rollout being played waits for: engine, tool, judger or the loop itself."""
-        return self._stages.get(rollout_id, "agent loop")
+        """What a rollout being played waits for: engine, tool, judger or the loop itself; empty when it is not."""
+        return self._stages.get(rollout_id, "")
 
     async def close(self) -> None:
         pass
@@ -165,11 +168,16 @@ class AgentLoop:
             if rollout.finish_reason is None:
                 await self.generate_sample(rollout)
                 self._finish(rollout)
-            rollout.status = Status.COMPLETED
-            if not self._judges_groups:
+            if self._judges_groups:
+                # Whole, but without a verdict until its siblings are whole too.
+                rollout.status = Status.ABORTED
+            else:
                 await self._bounded_judging([rollout], lambda: self.judge_sample(rollout))
         except Interrupted:
             rollout.status = Status.ABORTED
+        except RunError:
+            # The run cannot go on; that is not this rollout's failure.
+            raise
         except RolloutFailure as failure:
             rollout.fail(failure.as_failure())
         except Exception as error:
@@ -177,6 +185,16 @@ class AgentLoop:
             rollout.fail(Failure(reason="agent_loop_error", message=message))
         finally:
             del self._next_turn[rollout.rollout_id], self._stages[rollout.rollout_id]
+
+    async def _judge_together(self, group: Group) -> None:
+        """When every answer is whole; also those judged before, because a score depends on the siblings."""
+        if any(rollout.status is Status.FAILED or rollout.finish_reason is None for rollout in group):
+            return
+        try:
+            await self._bounded_judging(group, lambda: self.judge_group(group))
+        except RolloutFailure as failure:
+            for rollout in group:
+                rollout.fail(failure.as_failure())
 
     def _finish(self, rollout: RolloutState) -> None:
         last = rollout.turns[-1] if rollout.turns else None
@@ -187,6 +205,7 @@ class AgentLoop:
         rollout.response_text = _before_stop_string(text, self.sample_params.stop)
 
     async def _bounded_judging(self, rollouts: Group, judge: Callable[[], Awaitable[None]]) -> None:
+        """COMPLETED only with a verdict: one that is cancelled here must not look judged."""
         for rollout in rollouts:
             self._stages[rollout.rollout_id] = "judger"
         try:
@@ -194,8 +213,14 @@ class AgentLoop:
                 await judge()
             for rollout in rollouts:
                 self._require_score(rollout)
-        except TimeoutError:
-            reason = f"judging took longer than {self._judge_timeout_s:g} s"
+                if rollout.status is not Status.FAILED:
+                    rollout.status = Status.COMPLETED
+        except (RunError, RolloutFailure, Interrupted):
+            raise
+        except Exception as error:
+            late = isinstance(error, TimeoutError)
+            raised = f"judging raised {type(error).__name__}: {error}"
+            reason = f"judging took longer than {self._judge_timeout_s:g} s" if late else raised
             for rollout in rollouts:
                 self._take_verdict(rollout, Unjudged(reason))
         finally:
@@ -205,7 +230,7 @@ class AgentLoop:
 
     def _require_score(self, rollout: RolloutState) -> None:
         """A completed rollout has a finite score when there is a judger, whoever judged it."""
-        if self.judger is None or rollout.status is not Status.COMPLETED:
+        if self.judger is None or rollout.status is Status.FAILED:
             return
         if rollout.reward is None:
             self._take_verdict(rollout, Unjudged("judging set no reward"))

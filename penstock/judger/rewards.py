@@ -7,6 +7,7 @@ rollout Unjudged: the row is at fault then, not the answer.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -89,19 +90,21 @@ def math_equal(response: str, label: Any, extra_info: Mapping[str, Any]) -> floa
 def reasoning_gym_score(response: str, label: Any, extra_info: Mapping[str, Any]) -> float:
     """The score of the reasoning-gym dataset `extra_info["gym"]` for its entry `extra_info["entry"]`.
 
-    The answer is what stands in the last <answer> tag, or the whole response without one.
+    Some scorers read their dataset's settings, so it is made with `extra_info["params"]`. The answer is what
+    stands in the last <answer> tag, or the whole response without one.
     """
     from reasoning_gym.utils import extract_answer
 
     answer = extract_answer(response)
-    return float(_gym_scorer(extra_info["gym"])((response if answer is None else answer).strip(), extra_info["entry"]))
+    dataset = _gym_dataset(extra_info["gym"], json.dumps(extra_info.get("params", {}), sort_keys=True))
+    return float(dataset.score_answer((response if answer is None else answer).strip(), extra_info["entry"]))
 
 
 @functools.cache
-def _gym_scorer(name: str) -> Callable[[str, Any], Any]:
+def _gym_dataset(name: str, params: str) -> Any:
     import reasoning_gym
 
-    return reasoning_gym.get_score_answer_fn(name)  # type: ignore[no-any-return]
+    return reasoning_gym.create_dataset(name, **{"size": 1, "seed": 0} | json.loads(params))
 
 
 def weighted_sum(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> dict[str, float]:

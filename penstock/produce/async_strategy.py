@@ -70,11 +70,9 @@ class AsyncProduceStrategy(PooledStrategy):
                 return stop
             if not self._should_continue(ctx.available_count(), target):
                 return NORMAL
-            while (missing := scheduled_target - ctx.available_count() - ctx.running_count()) > 0:
-                if ctx.should_abort():
-                    break
-                await self._start_groups(ctx, min(missing, 1), self._statuses(ctx, tail_batch))
-            if not len(self._pending):
+            while scheduled_target > ctx.available_count() + ctx.running_count() and not ctx.should_abort():
+                await self._start_groups(ctx, 1, self._statuses(ctx, tail_batch))
+            if not len(self._pending) and not ctx.should_abort():
                 logger.warning(
                     "task %s: should_continue_fn asks for more than the %d groups that are due; %d are available",
                     ctx.task_name, target, ctx.available_count(),

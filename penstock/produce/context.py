@@ -13,12 +13,12 @@ import msgspec
 
 from penstock.config import dotted_name
 from penstock.data import Sampler
-from penstock.errors import UserFunctionError
+from penstock.errors import RunError, UserFunctionError
 from penstock.ports import AgentLoop
 from penstock.produce.failures import FailurePolicy
 from penstock.produce.progress import ProduceProgress
 from penstock.replay import DiscardReason, GroupState, ReplayBuffer, Signal, StaleRule
-from penstock.rollout import Group, RolloutState, Status, get_group_status
+from penstock.rollout import Failure, Group, RolloutState, Status, get_group_status
 
 IsValidSample = Callable[[Group], bool]
 
@@ -136,9 +136,7 @@ class ProduceContext:
         for rollout in group:
             if rollout.status is Status.EXPIRED:
                 attempt.forgotten_tokens += self.buffer.forget_response(rollout, "re_rolled")
-            if rollout.status is not Status.COMPLETED:
-                rollout.status = Status.INIT
-        group = await self.agent_loop.generate_group(group, enable_partial_rollout=enable_partial_rollout)
+        group = await self._play(group, attempt)
         while failed := [rollout for rollout in group if rollout.status is Status.FAILED]:
             given_up = [rollout for rollout in failed if not self._runtime.failures.may_retry(rollout)]
             if given_up and not self._runtime.failures.may_leave(given_up, group):
@@ -149,14 +147,14 @@ class ProduceContext:
             again = [rollout for rollout in failed if rollout not in given_up]
             if again and not await self._prepare_retry(again, attempt):
                 break
-            group = await self.agent_loop.generate_group(group, enable_partial_rollout=enable_partial_rollout)
+            group = await self._play(group, attempt)
         for rollout in group:
             rollout.group_generate_time_s = loop.time() - attempt.started_at
         return group
 
     async def put_generated_group(self, group: Group) -> bool:
         """Store a played group, or discard it with a reason. True only if it is COMPLETED after the put."""
-        attempt = self._runtime.attempts.pop(group[0].group_id)
+        attempt = self._runtime.attempts.pop(group[0].group_id, None) or self._attempt_that_never_began(group)
         self._count(group, attempt)
         status = get_group_status(group)
         if status is Status.COMPLETED and not self._is_valid(group):
@@ -189,11 +187,41 @@ class ProduceContext:
 
     # Inside.
 
+    async def _play(self, group: Group, attempt: Attempt) -> Group:
+        """Have the agent loop play what is not complete. What it raises or leaves undone belongs to the rollouts."""
+        for rollout in group:
+            if rollout.status is not Status.COMPLETED:
+                rollout.status = Status.INIT
+                if not attempt.enable_partial_rollout and rollout.finish_reason is None:
+                    attempt.forgotten_tokens += self.buffer.forget_response(rollout, "aborted")
+        begun = {rollout.rollout_id: len(rollout.response) for rollout in group}
+        message = ""
+        try:
+            group = await self.agent_loop.generate_group(group, enable_partial_rollout=attempt.enable_partial_rollout)
+        except RunError:
+            raise
+        except Exception as error:
+            message = f"{type(self.agent_loop).__name__} raised {type(error).__name__}: {error}"
+        for rollout in group:
+            if rollout.status is Status.INIT:
+                rollout.fail(Failure("agent_loop_error", message or "the agent loop left the rollout unplayed"))
+            elif rollout.status is Status.ABORTED and rollout.finish_reason is None and not self.should_abort():
+                # Taken as an engine's failure: an engine that is paused by somebody else would be asked for ever.
+                rollout.fail(Failure("engine_abort", "interrupted although production is not paused", True))
+            elif _has_future_tokens(rollout, begun.get(rollout.rollout_id, 0), self.model_step):
+                message = f"tokens are ascribed to weights newer than {self.model_step}: {rollout.response.steps}"
+                rollout.fail(Failure("engine_nonsense", message, True))
+        return group
+
     async def _prepare_retry(self, failed: list[RolloutState], attempt: Attempt) -> bool:
         """Forget the failed answers and wait out the backoff; False when a pause came first."""
         pause_s = max(self._runtime.failures.backoff_s(rollout) for rollout in failed)
         for rollout in failed:
-            attempt.forgotten_tokens += self.buffer.forget_response(rollout, "retried")
+            if rollout.error is not None and rollout.error.reason == "unjudged":
+                # The answer is whole; only its judging is tried again.
+                rollout.error = None
+            else:
+                attempt.forgotten_tokens += self.buffer.forget_response(rollout, "retried")
             rollout.status = Status.INIT
         if pause_s and not self.should_abort():
             try:
@@ -248,3 +276,26 @@ class ProduceContext:
 
     async def _discard(self, group: Group, reason: DiscardReason) -> None:
         await self.buffer.discard(group, self.task_name, reason, train_step=self.consumer_step)
+
+    def _attempt_that_never_began(self, group: Group) -> Attempt:
+        """For a group whose task was cancelled before its first step."""
+        return Attempt(
+            model_step=self.model_step,
+            started_at=asyncio.get_running_loop().time(),
+            tokens_before=sum(len(rollout.response) for rollout in group),
+            playing=frozenset(),
+            kept=frozenset(rollout.rollout_id for rollout in group),
+            enable_partial_rollout=True,
+            max_tries=None,
+            protected=False,
+        )
+
+
+def _has_future_tokens(rollout: RolloutState, begun: int, model_step: int) -> bool:
+    """Whether a token after the first `begun` claims weights newer than those that were served."""
+    end = 0
+    for step, n in rollout.response.steps:
+        end += n
+        if end > begun and step > model_step:
+            return True
+    return False

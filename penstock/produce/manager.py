@@ -20,6 +20,7 @@ and nothing else.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TypeVar
@@ -140,7 +141,7 @@ class AgentLoopManager:
             if not self._shortage_can_be_filled():
                 self._set_status(AgentLoopManagerStatus.EXPIRED_BATCH)
                 return
-            step -= 1
+            step = self.progress.target_upto_future_step
             sizes = self._checked_sizes(batch_size, step)
         else:
             self.progress.ensure_target_upto(batch_size, step, self._checked_sizes)
@@ -165,8 +166,7 @@ class AgentLoopManager:
         """Groups that were due expired, and the weights may still serve the last step that is due."""
         step = self.progress.target_upto_future_step
         return any(
-            self._available(task.name) < self.progress.target_samples[task.name]
-            and not task.strategy.is_model_expired(step, self._model_step)
+            self._is_short(task.name) and not task.strategy.is_model_expired(step, self._model_step)
             for task in self.tasks.values()
         )
 
@@ -182,7 +182,7 @@ class AgentLoopManager:
         self.progress.begin_consume(train_step)
         self.buffer.refresh_staleness(train_step, self.tasks)
         expired = AgentLoopManagerStatus.EXPIRED_BATCH
-        await self.buffer.changed.wait_until(
+        may_answer = self.buffer.changed.wait_until(
             lambda: (
                 self._failure is not None
                 or self._status is AgentLoopManagerStatus.FINISH
@@ -190,6 +190,8 @@ class AgentLoopManager:
                 or (self._status is not expired and self.buffer.is_ready(sizes))
             )
         )
+        # Watched here too: the producer may be paused, or not running at all.
+        await self._watchdog.guard(may_answer, self.progress, report=False)
         if self._failure is not None:
             raise self._failure
         if self._status is AgentLoopManagerStatus.FINISH:
@@ -220,16 +222,20 @@ class AgentLoopManager:
 
     async def continue_produce(self, model_step: int) -> None:
         """Go on with weights `model_step`, which the engines already serve."""
+        if self._status is AgentLoopManagerStatus.FINISH:
+            return
         await self._continue(model_step)
         self._set_status(AgentLoopManagerStatus.NORMAL)
 
     async def shutdown(self) -> None:
         """End the produce loop and store everything pending. Nothing is left running."""
         self._set_status(AgentLoopManagerStatus.FINISH)
-        await self._pause()
-        await self._bounded("the produce loop to end", lambda: not self._loop_running)
-        for task in self.tasks.values():
-            await task.runtime.agent_loop.close()
+        try:
+            await self._pause()
+        finally:
+            await self._bounded("the produce loop to end", lambda: not self._loop_running)
+            for task in self.tasks.values():
+                await task.runtime.agent_loop.close()
 
     # Both: what becomes of a batch.
 
@@ -241,6 +247,7 @@ class AgentLoopManager:
     async def return_batch(self, train_step: int) -> None:
         """The step was refused: its groups wait again, in their old places."""
         self.progress.mark_returned(self.buffer.return_lease(train_step))
+        self.progress.begin_consume(train_step)
         await self.buffer.flush()
 
     # Inside.
@@ -250,12 +257,13 @@ class AgentLoopManager:
         loop = asyncio.get_running_loop()
         started = loop.time()
         self._producing = True
+        taking_part = {name: task for name, task in self.tasks.items() if sizes[name] > 0 or self._is_short(name)}
+        busy = set(taking_part)
         try:
             statuses = await _together(
                 [
-                    task.strategy.produce_batch(self._context(task, sizes.get(task.name, 0), train_step))
-                    for task in self.tasks.values()
-                    if sizes.get(task.name, 0) > 0
+                    self._produce_task(task, self._context(task, sizes[name], train_step), busy)
+                    for name, task in taking_part.items()
                 ]
             )
         finally:
@@ -267,18 +275,30 @@ class AgentLoopManager:
                 return status
         return ProduceBatchStatus.NORMAL
 
+    async def _produce_task(self, task: Task, ctx: ProduceContext, busy: set[str]) -> ProduceBatchStatus:
+        """One task's part of a step. While others are busy, it makes up for what it loses meanwhile by expiry."""
+        while True:
+            status = await task.strategy.produce_batch(ctx)
+            busy.discard(task.name)
+            self.buffer.changed.notify()
+            left_with = min(ctx.available_count(), ctx.target_abs)
+            if status is not ProduceBatchStatus.NORMAL:
+                return status
+            await self.buffer.changed.wait_until(
+                lambda: not busy or ctx.should_abort() or ctx.available_count() < left_with  # noqa: B023 - waited for here
+            )
+            if not busy or ctx.should_abort():
+                return status
+            busy.add(task.name)
+
     async def _pause(self) -> None:
         """Abort signal first, then the engines, beside the drain of all tasks."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         self._update_event.set()
         self.buffer.changed.notify()
-        pausing = asyncio.create_task(
-            pause_engines(
-                self._engine, self._pause_deadlines, none_protected=self._none_protected, changed=self.buffer.changed
-            ),
-            name="pause engines",
-        )
+        paused = asyncio.Event()
+        pausing = asyncio.create_task(self._pause_engines(paused), name="pause engines")
         try:
             await self._bounded("strategies to stop", lambda: not self._producing)
             drains = [
@@ -286,13 +306,26 @@ class AgentLoopManager:
                 for task in self.tasks.values()
             ]
             await _together(drains)
-            if not pausing.done():
-                # Nothing is pending any more; the engines still have to be stopped before weights change.
-                await asyncio.wait([pausing], timeout=self._pause_deadlines.request_timeout_s)
+            # Nothing is pending any more; the engines still have to be stopped before weights change.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._pause_deadlines.request_timeout_s):
+                    await paused.wait()
         finally:
             pausing.cancel()
             await asyncio.gather(pausing, return_exceptions=True)
             self._pause_time_s += loop.time() - started
+
+    async def _pause_engines(self, paused: asyncio.Event) -> None:
+        if self._engine is None:
+            paused.set()
+            return
+        await pause_engines(
+            self._engine,
+            self._pause_deadlines,
+            none_protected=self._none_protected,
+            changed=self.buffer.changed,
+            paused=paused,
+        )
 
     def _none_protected(self) -> bool:
         """No rollout is playing that was already interrupted as often as it may be."""
@@ -352,8 +385,10 @@ class AgentLoopManager:
     def _consumed(self, task: str) -> int:
         return self.buffer.state_count(task, GroupState.LEASED) + self.buffer.state_count(task, GroupState.TRAINED)
 
-    def _available(self, task: str) -> int:
-        return self.progress.consumed_samples[task] + self.buffer.count(task, Status.COMPLETED)
+    def _is_short(self, task: str) -> bool:
+        """Fewer groups are consumed or ready than are due: some expired."""
+        available = self.progress.consumed_samples[task] + self.buffer.count(task, Status.COMPLETED)
+        return available < self.progress.target_samples[task]
 
     def _checked_sizes(self, batch_size: int, train_step: int) -> dict[str, int]:
         """The split, checked because it may be overridden."""

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from penstock.errors import PenstockError
 from penstock.ports import Engine
 from penstock.replay import Signal
 
@@ -22,19 +21,25 @@ class PauseDeadlines(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def pause_engines(
-    engine: Engine | None, deadlines: PauseDeadlines, *, none_protected: Callable[[], bool], changed: Signal
+    engine: Engine,
+    deadlines: PauseDeadlines,
+    *,
+    none_protected: Callable[[], bool],
+    changed: Signal,
+    paused: asyncio.Event,
 ) -> None:
-    """Wait for what must not be interrupted, then ask for the pause until it succeeds. Runs beside the drain.
+    """Wait for what must not be interrupted, then ask for the pause, again and again: an engine may miss one.
 
-    Whoever drains bounds the first wait: it cancels what is still protected at its deadline.
+    Runs beside the drain until it is cancelled; `paused` is set when an engine agreed. Whoever drains bounds the first
+    wait: it cancels what is still protected at its deadline.
     """
     await changed.wait_until(none_protected)
-    while engine is not None:
+    while True:
         try:
             async with asyncio.timeout(deadlines.request_timeout_s):
                 await engine.pause_generation()
-            return
-        except (TimeoutError, PenstockError) as error:
+            paused.set()
+        except Exception as error:
             logger.warning("pausing the engines failed: %s: %s", type(error).__name__, error)
         if not deadlines.resend_interval_s:
             return

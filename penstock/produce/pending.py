@@ -57,11 +57,22 @@ class PendingTasks:
         return stored
 
     async def drain(self, store: Store) -> None:
-        """Store everything as it finishes, until nothing is pending. Waits without a deadline: callers bound it."""
+        """Store everything as it finishes, until nothing is pending. Waits without a deadline: callers bound it.
+
+        What storing raises is raised at the end, so that nothing is left running.
+        """
+        failure: Exception | None = None
         while len(self):
-            if not await self.store_finished(store) and len(self):
+            try:
+                stored = await self.store_finished(store)
+            except Exception as error:
+                failure = failure or error
+                continue
+            if not stored and len(self):
                 assert self._signal is not None
                 await self._signal.wait()
+        if failure is not None:
+            raise failure
 
     async def cancel(self, store: Store) -> int:
         """Cancel what still runs and store it as ABORTED with its prompt and record; returns how many."""
@@ -71,10 +82,11 @@ class PendingTasks:
             del self._running[task]
             self._storing += 1
             task.cancel()
+        if cancelled:
+            await asyncio.wait([task for task, _ in cancelled], timeout=CANCEL_TIMEOUT_S)
         for task, group in cancelled:
-            done, _ = await asyncio.wait([task], timeout=CANCEL_TIMEOUT_S)
             try:
-                finished = bool(done) and not task.cancelled() and task.exception() is None
+                finished = task.done() and not task.cancelled() and task.exception() is None
                 await store(task.result() if finished else _aborted(group))
             finally:
                 self._storing -= 1

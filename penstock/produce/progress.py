@@ -91,6 +91,13 @@ class ProduceProgress:
         """A non-empty batch for `train_step` was handed out."""
         self.next_consumer_step = train_step + 1
 
+    def restart(self, checkpoint_step: int, consumed: Mapping[str, int]) -> None:
+        """Go on after `checkpoint_step`, up to which `consumed` groups were trained; what waits counts as available."""
+        self.consumed_samples.update(consumed)
+        self.target_samples.update(consumed)
+        self.target_upto_future_step = checkpoint_step
+        self.next_consumer_step = self.producer_future_step = checkpoint_step + 1
+
     def advance_future_step(self) -> None:
         self.producer_future_step += 1
 

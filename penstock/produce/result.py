@@ -58,6 +58,8 @@ class ProduceBatchResult(msgspec.Struct, kw_only=True):
             "tokens/generated": float(sum(task.produced_tokens for task in tasks)),
             "tokens/wasted": float(sum(self.wasted_tokens.values())),
         }
+        if self.produce_time_s:
+            flat["tokens/generated_per_s"] = flat["tokens/generated"] / self.produce_time_s
         if rewards:
             flat["reward/raw_mean"] = sum(task.raw_reward_sum for task in tasks) / rewards
         flat.update({f"tokens/wasted/{reason}": float(n) for reason, n in self.wasted_tokens.items()})

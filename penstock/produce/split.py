@@ -1,8 +1,8 @@
 """How a batch is divided among tasks: a pure function of weights, batch size and step.
 
-Webster's method over all groups since step 1: the n-th goes to the task with the largest weight / (2 * given + 1). It is
-house-monotone, so a step's share is the difference of two totals and never negative; every total stays within a group
-or so of its exact share, so a tiny weight is served too, just rarely.
+Webster's method over all groups since step 1: the n-th goes to the task with the largest weight / (2 * given + 1).
+It is house-monotone, so a step's share is the difference of two totals and never negative; every total stays within a
+group or so of its exact share, so a tiny weight is served too, just rarely.
 """
 
 from __future__ import annotations

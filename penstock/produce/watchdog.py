@@ -30,10 +30,10 @@ class Watchdog:
         self._stall_timeout_s = stall_timeout_s
         self._on_progress = on_progress
 
-    async def guard(self, production: Awaitable[T], progress: ProduceProgress) -> T:
+    async def guard(self, production: Awaitable[T], progress: ProduceProgress, *, report: bool = True) -> T:
         """What `production` returns. Raises DeadlineExceeded when no group finishes for too long."""
         producing = asyncio.ensure_future(production)
-        watching = asyncio.ensure_future(self._watch(progress))
+        watching = asyncio.ensure_future(self._watch(progress, report))
         try:
             await asyncio.wait([producing, watching], return_when=asyncio.FIRST_COMPLETED)
             if not producing.done():
@@ -54,7 +54,7 @@ class Watchdog:
             lines.append(f"task {name!r}: due {due}, consumed {consumed}, pending {pending}, groups {held}")
         return "; ".join(lines)
 
-    async def _watch(self, progress: ProduceProgress) -> None:
+    async def _watch(self, progress: ProduceProgress, report: bool) -> None:
         while True:
             seen = progress.finished_groups
             try:
@@ -65,7 +65,8 @@ class Watchdog:
                 raise DeadlineExceeded(
                     f"no group finished for {self._stall_timeout_s:g} s. {self._oldest()} {self.counts(progress)}"
                 ) from None
-            self._report(progress)
+            if report:
+                self._report(progress)
 
     def _oldest(self) -> str:
         """Names the group that has been playing longest, and what its rollouts wait for."""
@@ -81,7 +82,8 @@ class Watchdog:
         attempt = task.runtime.attempts[group_id]
         stages = {rollout_id: task.runtime.agent_loop.stage(rollout_id) for rollout_id in attempt.playing}
         waiting = ", ".join(f"{rollout_id} in {stage}" for rollout_id, stage in stages.items() if stage)
-        return f"The oldest of {len(attempts)} groups is {group_id}, playing for {seconds:.0f} s: {waiting}."
+        doing = waiting or "between two attempts"
+        return f"The oldest of {len(attempts)} groups is {group_id}, playing for {seconds:.0f} s: {doing}."
 
     def _report(self, progress: ProduceProgress) -> None:
         if self._on_progress is None:

@@ -8,6 +8,7 @@ Files are as published: one JSON object a line with `question` and `answer`; the
 model is small enough to try the recipe on a CPU, and too small to get far.
 """
 
+from pathlib import Path
 from typing import Any
 
 from penstock.agent_loop import SingleTurnAgentLoopConfig
@@ -29,7 +30,7 @@ def gsm8k(path: str, repeat: int) -> TaskSpecConfig:
     return TaskSpecConfig(
         task_name="gsm8k",
         sampler_config=SamplerConfig(
-            dataset=DatasetConfig(path=path, to_rollout=to_rollout, max_prompt_tokens=512, over_long="drop"),
+            dataset=DatasetConfig(path=Path(path), to_rollout=to_rollout, max_prompt_tokens=512, over_long="drop"),
             prompt_repeat_k=repeat,
         ),
         agent_loop_config=SingleTurnAgentLoopConfig(sample_params=SampleParams(max_tokens=256)),

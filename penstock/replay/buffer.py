@@ -6,13 +6,15 @@ never wait; only `put` and `flush` do, for durability, and `wait_ready`, for gro
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Literal
 
-from penstock.config import Config
-from penstock.errors import IllegalTransition, NotReady
+import msgspec
+
+from penstock.errors import IllegalTransition, LedgerError, NotReady
 from penstock.replay.accounting import TokenAccount
 from penstock.replay.lifecycle import Conservation, DiscardReason, GroupState, Lifecycle
+from penstock.replay.restore import Restored
 from penstock.replay.shelf import Entry, Order, Shelf
 from penstock.replay.signal import Signal
 from penstock.replay.staleness import StaleRule
@@ -27,13 +29,8 @@ WAITING = {
 }
 """The statuses under which a group can wait, and the state that is."""
 
-
-class ReplayBufferConfig(Config):
-    order: Order = "fifo"
-    storage: Literal["memory"] = "memory"
-
-    def build(self) -> ReplayBuffer:
-        return ReplayBuffer(order=self.order, storage=MemoryStorage())
+MAX_DETAIL = 500
+"""Characters of the failures that are kept with a discarded group."""
 
 
 class ReplayBuffer:
@@ -122,7 +119,7 @@ class ReplayBuffer:
         entry = self._running(group, task)
         entry.group = group
         self._count_tokens(entry)
-        self._discard(entry, reason, train_step)
+        self._discard(entry, reason, train_step, detail=_failures(group))
         self.changed.notify()
         await self._storage.flush()
 
@@ -131,7 +128,7 @@ class ReplayBuffer:
         n = len(rollout.response)
         entry = self._entries[rollout.group_id]
         if n:
-            entry.tokens -= n
+            entry.waste(why, n)
             self.tokens.held -= n
             self.tokens.wasted[why] += n
         reset_rollout_response(rollout)
@@ -229,8 +226,53 @@ class ReplayBuffer:
         """Returns when everything decided so far is durable."""
         await self._storage.flush()
 
+    async def prune(self, oldest_retained_checkpoint_step: int) -> None:
+        """Let the storage drop what no retained checkpoint can ask for again: it keeps the events."""
+        await self._storage.prune(oldest_retained_checkpoint_step)
+
     async def close(self) -> None:
         await self._storage.close()
+
+    # Restarting.
+
+    @property
+    def position(self) -> int:
+        """How much was recorded; a checkpoint keeps it for `restore`."""
+        return self._storage.position
+
+    def restore(self, checkpoint_step: int, rules: Mapping[str, StaleRule], *, position: int | None = None) -> Restored:
+        """Go on from what the storage kept, with the weights of `checkpoint_step`. Only on a buffer not yet used.
+
+        What was running is ABORTED, what was leased or trained after the checkpoint is COMPLETED, the rest stays.
+        Staleness by `rules` is applied at the next refresh. These are moves like any other, and each depends on its
+        own group alone: a crash among them changes nothing. Raises LedgerError when the ledger cannot be used.
+        """
+        if self._entries or self._next_sequence:
+            raise RuntimeError("a buffer is restored before anything is drawn")
+        snapshot = self._storage.load(checkpoint_step, position)
+        unknown = sorted({held.content.task for held in snapshot.held} - set(rules))
+        if unknown:
+            raise LedgerError(f"the ledger holds groups of tasks {unknown}, this run has {sorted(rules)}; add them")
+        self._lifecycle.restore(snapshot.states, snapshot.discarded)
+        self._next_sequence = snapshot.next_sequence
+        self._train_step = checkpoint_step + 1
+        self.tokens.trained = snapshot.trained_tokens
+        self.tokens.held = sum(held.tokens for held in snapshot.held)
+        self.tokens.wasted = Counter(snapshot.wasted)
+        self.tokens.generated = self.tokens.trained + self.tokens.held + sum(self.tokens.wasted.values())
+        returned: Counter[GroupState] = Counter()
+        for held in snapshot.held:
+            entry = Entry.restored(held)
+            entry.rule = rules[entry.task]
+            self._entries[entry.group_id] = entry
+            if held.state in (GroupState.RUNNING, GroupState.LEASED, GroupState.TRAINED):
+                returned[held.state] += 1
+            self._give_back(entry)
+            entry.expires_at = entry.first_expiry(held)
+            assert entry.state is not None
+            self._shelf(entry.task, entry.state).add(entry)
+        self.changed.notify()
+        return Restored(cursors=snapshot.cursors, trained=snapshot.trained, returned=dict(returned))
 
     # Inside.
 
@@ -247,6 +289,25 @@ class ReplayBuffer:
             raise IllegalTransition(f"group {group[0].group_id!r} of task {task!r} is not running: {story}")
         return entry
 
+    def _give_back(self, entry: Entry) -> None:
+        """Bring a group that a restart found to the state in which it waits."""
+        if entry.state is GroupState.RUNNING:
+            dropped = Status.EXPIRED in entry.statuses
+            if dropped:
+                # They were being made again; what they had is as stale as before.
+                for rollout in entry.group:
+                    if rollout.status is Status.EXPIRED:
+                        self.forget_response(rollout, "re_rolled")
+            entry.interrupt()
+            self._move(entry, GroupState.ABORTED, train_step=self._train_step, content=dropped)
+        elif entry.state in (GroupState.LEASED, GroupState.TRAINED):
+            self._move(entry, GroupState.COMPLETED, train_step=self._train_step)
+        elif entry.state is GroupState.ABORTED:
+            # Killed between the two moves of a put: the second one is made now.
+            target = WAITING[get_group_status(entry.group)]
+            if target is not GroupState.ABORTED:
+                self._move(entry, target, train_step=self._train_step)
+
     def _shelve(self, entry: Entry, train_step: int) -> Status:
         """Apply staleness and put the entry where its status belongs, moving it if that differs from its state."""
         assert entry.rule is not None
@@ -262,8 +323,8 @@ class ReplayBuffer:
         self._shelf(entry.task, target).add(entry)
         return status
 
-    def _discard(self, entry: Entry, reason: DiscardReason, train_step: int) -> None:
-        self._move(entry, GroupState.DISCARDED, train_step=train_step, reason=reason)
+    def _discard(self, entry: Entry, reason: DiscardReason, train_step: int, detail: str = "") -> None:
+        self._move(entry, GroupState.DISCARDED, train_step=train_step, reason=reason, detail=detail)
         self.tokens.wasted[reason.value] += entry.tokens
         self.tokens.held -= entry.tokens
         del self._entries[entry.group_id]
@@ -283,10 +344,26 @@ class ReplayBuffer:
         reason: DiscardReason | None = None,
         content: bool = False,
         cursor: int | None = None,
+        detail: str = "",
     ) -> None:
         transition = self._lifecycle.move(
             entry.group_id, entry.task, entry.state, target, train_step=train_step, reason=reason, story=entry.tell
         )
+        transition = msgspec.structs.replace(
+            transition,
+            sequence=entry.sequence,
+            draw=entry.draw,
+            tokens=entry.tokens,
+            statuses=entry.statuses,
+            wasted=entry.take_waste(),
+            detail=detail,
+        )
         entry.state = target
         entry.story.append((target, train_step))
         self._storage.record(transition, entry.group if content or cursor is not None else None, cursor)
+
+
+def _failures(group: Group) -> str:
+    """What went wrong, in the rollouts' own words; each once."""
+    said = {f"{rollout.error.reason}: {rollout.error.message}": None for rollout in group if rollout.error is not None}
+    return "; ".join(said)[:MAX_DETAIL]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -122,12 +123,21 @@ def decode_statuses(letters: str) -> tuple[Status, ...]:
     return tuple([_STATUSES[letter] for letter in letters])
 
 
-def model_step_range(group: Group) -> tuple[int, int] | tuple[None, None]:
-    """The oldest token's model step, and the lowest of the rollouts' newest: what decides when the group expires."""
+class ModelSteps(NamedTuple):
+    """Which weights made a group's tokens. The first two decide when the group expires."""
+
+    oldest: int | None = None
+    oldest_newest: int | None = None
+    """The lowest of the rollouts' newest."""
+    newest: int | None = None
+
+
+def model_steps(group: Group) -> ModelSteps:
     runs = [[step for step, _ in rollout.response.steps] for rollout in group if rollout.response.steps]
     if not runs:
-        return None, None
-    return min(min(steps) for steps in runs), min(max(steps) for steps in runs)
+        return ModelSteps()
+    newest = [max(steps) for steps in runs]
+    return ModelSteps(min(min(steps) for steps in runs), min(newest), max(newest))
 
 
 def checksum(*columns: Column) -> int:

@@ -34,4 +34,6 @@ class SqliteDisk:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA busy_timeout = 5000")
+        # A long reader lets the log grow; afterwards it shrinks to this.
+        connection.execute("PRAGMA journal_size_limit = 67108864")
         return connection

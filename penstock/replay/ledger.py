@@ -91,6 +91,7 @@ class Ledger:
         self._ticket = 0
         self._position = last_event(connection)
         self._loaded = self._position == 0
+        self._restart: Restart | None = None
 
     @classmethod
     def open(
@@ -123,9 +124,7 @@ class Ledger:
             else:
                 schema.migrate(connection, path)
                 schema.check_structure(connection, path)
-            return cls(
-                connection, lock, path, threaded=threaded, clock=clock, flush_timeout_s=flush_timeout_s
-            )
+            return cls(connection, lock, path, threaded=threaded, clock=clock, flush_timeout_s=flush_timeout_s)
         except BaseException as error:
             if connection is not None:
                 connection.close()
@@ -157,14 +156,18 @@ class Ledger:
             raise schema.damaged(self.path, f"{type(error).__name__}: {error}") from error
         self._loaded = True
         if self._position:
-            row = (self._position, checkpoint_step, self._clock())
-            ((number,),) = self._connection.execute("SELECT coalesce(max(id), 0) + 1 FROM restores").fetchall()
-            self._submit(Restart((number, *row, codec.checksum(number, *row))))
+            (number,) = self._connection.execute("SELECT coalesce(max(id), 0) + 1 FROM restores").fetchone()
+            row = (number, self._position, checkpoint_step, self._clock())
+            # Recorded with the first move that follows from it: a restart that was refused leaves no trace.
+            self._restart = Restart((*row, codec.checksum(*row)))
         return snapshot
 
     def record(self, transition: Transition, group: Group | None = None, cursor: int | None = None) -> None:
         if not self._loaded:
             raise LedgerError(f"{self.path} holds the groups of an earlier process; restore them before drawing more")
+        if self._restart is not None:
+            self._submit(self._restart)
+            self._restart = None
         self._submit(self._encode(transition, group, cursor))
         self._position += 1
 
@@ -200,9 +203,7 @@ class Ledger:
     def _submit(self, job: Job) -> None:
         if self._writer is None:
             if self._threaded:
-                self._writer = ThreadWriter(
-                    self._connection, apply, self.path, wait_timeout_s=self._flush_timeout_s
-                )
+                self._writer = ThreadWriter(self._connection, apply, self.path, wait_timeout_s=self._flush_timeout_s)
             else:
                 self._writer = InlineWriter(self._connection, apply, self.path)
         self._ticket = self._writer.submit(job)
@@ -211,12 +212,13 @@ class Ledger:
         sequence, event = transition.sequence, self._position + 1
         target, reason = transition.target.value, transition.reason.value if transition.reason else None
         prompt = rollouts = drawn_to = None
-        oldest = newest = None
+        steps = codec.ModelSteps()
         size = 0
         if group is not None:
-            oldest, newest = codec.model_step_range(group)
+            steps = codec.model_steps(group)
             content = codec.encode_rollouts(group)
-            rollouts = (sequence, content, oldest, newest, codec.content_checksum(content, sequence, oldest, newest))
+            limits = (steps.oldest, steps.oldest_newest)
+            rollouts = (sequence, content, *limits, codec.content_checksum(content, sequence, *limits))
             size += len(content)
         if cursor is not None:
             assert group is not None, "a draw brings its group"
@@ -226,7 +228,7 @@ class Ledger:
             size += len(content)
         event_row = (
             *(event, sequence, target, transition.train_step, self._clock(), reason),
-            *(transition.tokens, oldest, newest, transition.detail),
+            *(transition.tokens, steps.oldest, steps.newest, transition.detail),
         )
         group_row = (
             *(sequence, transition.group_id, transition.task, transition.draw, target, transition.train_step, reason),
@@ -239,17 +241,14 @@ class Ledger:
             prompt=prompt,
             rollouts=rollouts,
             cursor=drawn_to,
-            waste=tuple(
-                (event, why, tokens, codec.checksum(event, why, tokens)) for why, tokens in transition.wasted
-            ),
+            waste=tuple((event, why, tokens, codec.checksum(event, why, tokens)) for why, tokens in transition.wasted),
             size=size,
         )
 
 
 def has_ledger(run_dir: Path) -> bool:
-    """Whether a run was begun here. A file whose making was killed is none: nothing was drawn yet."""
-    path = run_dir / LEDGER_FILE
-    return path.exists() and (path.stat().st_size > 0)
+    """Whether a run was begun in this directory."""
+    return (run_dir / LEDGER_FILE).exists()
 
 
 def apply(connection: Connection, jobs: Sequence[Job]) -> None:

@@ -30,7 +30,7 @@ class HeldGroup(msgspec.Struct, frozen=True):
     tokens: int
     statuses: tuple[Status, ...]
     oldest: int | None
-    newest: int | None
+    oldest_newest: int | None
     content: StoredGroup
 
 
@@ -122,13 +122,13 @@ def last_event(connection: Connection) -> int:
 def _held(connection: Connection, checkpoint_step: int, path: Path) -> Iterator[HeldGroup]:
     rows = connection.execute(
         """SELECT g.sequence, g.group_id, g.task, g.draw, g.state, g.train_step, g.tokens, g.statuses,
-                  p.content, p.crc, r.content, r.oldest, r.newest, r.crc
+                  p.content, p.crc, r.content, r.oldest, r.oldest_newest, r.crc
            FROM groups g LEFT JOIN prompts p USING (sequence) LEFT JOIN rollouts r USING (sequence)
            WHERE g.state != 'discarded' AND NOT (g.state = 'trained' AND g.train_step <= ?) ORDER BY g.sequence""",
         (checkpoint_step,),
     )
     for sequence, group_id, task, draw, state, train_step, tokens, statuses, *content in rows:
-        prompt, prompt_crc, rollouts, oldest, newest, rollouts_crc = content
+        prompt, prompt_crc, rollouts, oldest, oldest_newest, rollouts_crc = content
         if prompt is None or rollouts is None:
             raise LedgerError(
                 f"{path}: group {group_id!r} ({state} at step {train_step}) has no content any more; checkpoint "
@@ -136,7 +136,7 @@ def _held(connection: Connection, checkpoint_step: int, path: Path) -> Iterator[
             )
         if content_checksum(prompt, sequence) != prompt_crc:
             raise damaged(path, f"the prompt of group {group_id!r} does not have its checksum")
-        if content_checksum(rollouts, sequence, oldest, newest) != rollouts_crc:
+        if content_checksum(rollouts, sequence, oldest, oldest_newest) != rollouts_crc:
             raise damaged(path, f"the rollouts of group {group_id!r} do not have their checksum")
         yield HeldGroup(
             sequence,
@@ -145,6 +145,6 @@ def _held(connection: Connection, checkpoint_step: int, path: Path) -> Iterator[
             tokens,
             decode_statuses(statuses),
             oldest,
-            newest,
+            oldest_newest,
             StoredGroup(task, group_id, draw, prompt, rollouts),
         )

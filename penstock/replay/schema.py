@@ -39,7 +39,7 @@ TABLES = (
     "CREATE INDEX events_of_group ON events (sequence)",
     "CREATE TABLE prompts (sequence INTEGER PRIMARY KEY, content BLOB NOT NULL, crc INTEGER NOT NULL) STRICT",
     """CREATE TABLE rollouts (
-        sequence INTEGER PRIMARY KEY, content BLOB NOT NULL, oldest INTEGER, newest INTEGER,
+        sequence INTEGER PRIMARY KEY, content BLOB NOT NULL, oldest INTEGER, oldest_newest INTEGER,
         crc INTEGER NOT NULL) STRICT""",
     """CREATE TABLE cursors (
         task TEXT PRIMARY KEY, cursor INTEGER NOT NULL, crc INTEGER NOT NULL) STRICT, WITHOUT ROWID""",

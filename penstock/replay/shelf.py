@@ -9,9 +9,11 @@ import heapq
 from collections.abc import Iterator
 from typing import Literal
 
+from penstock.replay.codec import StoredGroup
 from penstock.replay.lifecycle import GroupState
+from penstock.replay.restore import HeldGroup
 from penstock.replay.staleness import NEVER, StaleRule
-from penstock.rollout import Group
+from penstock.rollout import Group, Status
 
 Order = Literal["fifo", "stalest_first"]
 
@@ -19,20 +21,87 @@ Order = Literal["fifo", "stalest_first"]
 class Entry:
     """A group in the buffer's care, from drawing until it is trained or discarded."""
 
-    __slots__ = ("expires_at", "group", "group_id", "rule", "sequence", "state", "story", "task", "tokens")
+    __slots__ = (
+        *("_group", "_statuses", "_stored", "_wasted", "draw", "expires_at", "group_id", "rule", "sequence"),
+        *("state", "story", "task", "tokens"),
+    )
 
     def __init__(self, group: Group, task: str, sequence: int) -> None:
-        self.group = group
-        self.group_id = group[0].group_id
+        self._group: Group | None = group
+        self._stored: StoredGroup | None = None
+        self._statuses: tuple[Status, ...] = ()
+        self.group_id = group[0].group_id if group else ""
         self.task = task
         self.sequence = sequence
         """Insertion order; a group that returns keeps its place."""
+        self.draw = group[0].draw if group else 0
         self.state: GroupState | None = None
         self.rule: StaleRule | None = None
         self.expires_at = NEVER
         self.tokens = 0
         """Tokens counted as held. Below zero while a running group has dropped tokens that are not yet counted."""
+        self._wasted: dict[str, int] | None = None
         self.story: list[tuple[GroupState, int]] = []
+
+    @classmethod
+    def restored(cls, held: HeldGroup) -> Entry:
+        entry = cls([], held.content.task, held.sequence)
+        entry._group = None
+        entry._stored = held.content
+        entry._statuses = held.statuses
+        entry.group_id = held.content.group_id
+        entry.draw = held.content.draw
+        entry.state = held.state
+        entry.tokens = held.tokens
+        entry.story.append((held.state, held.train_step))
+        return entry
+
+    @property
+    def group(self) -> Group:
+        """Its rollouts; after a restart they stay bytes until someone looks."""
+        if self._group is None:
+            assert self._stored is not None
+            self._group = self._stored.decode(self._statuses)
+            self._stored = None
+        return self._group
+
+    @group.setter
+    def group(self, group: Group) -> None:
+        self._group = group
+        self._stored = None
+
+    @property
+    def statuses(self) -> tuple[Status, ...]:
+        return self._statuses if self._group is None else tuple([rollout.status for rollout in self._group])
+
+    def waste(self, why: str, tokens: int) -> None:
+        """These tokens were dropped; the next move records it."""
+        self.tokens -= tokens
+        self._wasted = self._wasted or {}
+        self._wasted[why] = self._wasted.get(why, 0) + tokens
+
+    def take_waste(self) -> tuple[tuple[str, int], ...]:
+        """What was dropped since the last move."""
+        taken, self._wasted = self._wasted, None
+        return tuple(taken.items()) if taken else ()
+
+    def interrupt(self) -> None:
+        """A restart found the group running: all that is not complete is ABORTED."""
+        if self._group is None:
+            self._statuses = tuple(s if s is Status.COMPLETED else Status.ABORTED for s in self._statuses)
+            return
+        for rollout in self._group:
+            if rollout.status is not Status.COMPLETED:
+                rollout.status = Status.ABORTED
+
+    def first_expiry(self, held: HeldGroup) -> int:
+        """When the first of its rollouts will be too stale; from what the ledger says, if that is enough."""
+        assert self.rule is not None
+        if self._group is not None or Status.EXPIRED in self._statuses:
+            return self.rule.first_expiry(self.group)
+        if held.oldest is None or held.oldest_newest is None:
+            return NEVER
+        return self.rule.limit(held.oldest, held.oldest_newest)
 
     def tell(self) -> str:
         return " -> ".join(f"{state}@{step}" for state, step in self.story)

@@ -13,7 +13,7 @@ class Signal:
     """Something changed. Cheap when nobody waits."""
 
     def __init__(self) -> None:
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], None] = {}
 
     def notify(self) -> None:
         for waiter in self._waiters:
@@ -24,11 +24,11 @@ class Signal:
     async def wait(self) -> None:
         """Until the next change. Waits without a deadline: callers bound it."""
         waiter = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
+        self._waiters[waiter] = None
         try:
             await waiter
         finally:
-            self._waiters.discard(waiter)
+            self._waiters.pop(waiter, None)
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Until `condition` holds; it is looked at now and after each change."""

@@ -9,10 +9,20 @@ from __future__ import annotations
 from typing import Protocol
 
 from penstock.replay.lifecycle import Transition
+from penstock.replay.restore import Snapshot
 from penstock.rollout import Group
 
 
 class Storage(Protocol):
+    @property
+    def position(self) -> int:
+        """How many transitions were ever recorded."""
+        ...
+
+    def load(self, checkpoint_step: int, position: int | None = None) -> Snapshot:
+        """What a restart from `checkpoint_step` begins with. `position` is the one its checkpoint was written at."""
+        ...
+
     def record(self, transition: Transition, group: Group | None = None, cursor: int | None = None) -> None:
         """Take one transition, with the group's content when it changed and the sampler's cursor when it was drawn.
 
@@ -24,16 +34,28 @@ class Storage(Protocol):
         """Returns when everything recorded so far is durable."""
         ...
 
+    async def prune(self, oldest_retained_checkpoint_step: int) -> None:
+        """Drop the contents that no restart from this step or a later one can need."""
+        ...
+
     async def close(self) -> None: ...
 
 
 class MemoryStorage:
     """Keeps nothing beyond this process: the buffer itself is the state."""
 
+    position = 0
+
+    def load(self, checkpoint_step: int, position: int | None = None) -> Snapshot:
+        return Snapshot()
+
     def record(self, transition: Transition, group: Group | None = None, cursor: int | None = None) -> None:
         pass
 
     async def flush(self) -> None:
+        pass
+
+    async def prune(self, oldest_retained_checkpoint_step: int) -> None:
         pass
 
     async def close(self) -> None:

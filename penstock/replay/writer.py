@@ -25,6 +25,7 @@ from penstock.errors import StorageError
 from penstock.replay.disk import Connection
 
 JobT = TypeVar("JobT", bound="Job")
+TakenJobT = TypeVar("TakenJobT", bound="Job", contravariant=True)
 
 MAX_JOBS_PER_TRANSACTION = 1024
 """Bounds the time that one transaction makes the next job wait."""
@@ -46,8 +47,8 @@ class Job(Protocol):
 Apply = Callable[[Connection, Sequence[JobT]], None]
 
 
-class Writer(Protocol[JobT]):
-    def submit(self, job: JobT) -> int:
+class Writer(Protocol[TakenJobT]):
+    def submit(self, job: TakenJobT) -> int:
         """Queue a job; returns its ticket. Never blocks. Raises StorageError after a failure."""
         ...
 
@@ -74,7 +75,9 @@ def write(connection: Connection, apply: Apply[JobT], jobs: Sequence[JobT]) -> N
 
 def explain(path: Path, cause: BaseException) -> StorageError:
     code = getattr(cause, "sqlite_errorcode", None)
-    move = NEXT_MOVES.get(code & 0xFF, "resume when the cause is gone") if code is not None else "resume when it is gone"
+    move = (
+        NEXT_MOVES.get(code & 0xFF, "resume when the cause is gone") if code is not None else "resume when it is gone"
+    )
     error = StorageError(
         f"{path} cannot be written: {type(cause).__name__}: {cause}. What was acknowledged before is there; {move}"
     )
@@ -83,7 +86,7 @@ def explain(path: Path, cause: BaseException) -> StorageError:
 
 
 class InlineWriter(Generic[JobT]):
-    """Every job its own transaction, in the caller's thread. For simulations: a virtual clock cannot wait for a disk."""
+    """Every job its own transaction, in the caller's thread. For simulations: virtual time does not wait for a disk."""
 
     def __init__(self, connection: Connection, apply: Apply[JobT], path: Path) -> None:
         self._connection = connection
@@ -163,9 +166,9 @@ class ThreadWriter(Generic[JobT]):
 
     async def wait(self, ticket: int) -> None:
         with self._condition:
+            self._raise_failure()
             if self._durable >= ticket:
                 return
-            self._raise_failure()
             future = asyncio.get_running_loop().create_future()
             self._waiters.append((ticket, future))
         try:

@@ -164,8 +164,6 @@ class RLTrainer:
         step_s = sum(seconds.values())
         self.summary.train_seconds += step_s
         metrics = metrics | times.metrics() | {"time/step_s": step_s}
-        if seconds.get("produce"):
-            metrics["tokens/generated_per_s"] = metrics["tokens/generated"] / seconds["produce"]
         if seconds.get("train"):
             metrics["tokens/trained_per_s"] = metrics["trained_tokens"] / seconds["train"]
         for tracker in self._trackers:

@@ -259,11 +259,11 @@ def eval_line(metrics: Mapping[str, float]) -> str:
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    names = [str(name).replace("_", " ") for name in summary]
-    width = max((len(name) for name in names), default=0)
+    """Names and values for people; what is None was not measured and is left out."""
+    known = {str(name).replace("_", " "): value for name, value in summary.items() if value is not None}
+    width = max(map(len, known), default=0)
     return [
-        (name.ljust(width), f"{value:.4g}" if isinstance(value, float) else str(value))
-        for name, value in zip(names, summary.values(), strict=True)
+        (name.ljust(width), f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in known.items()
     ]
 
 

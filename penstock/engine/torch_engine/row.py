@@ -11,6 +11,8 @@ from penstock.ports import Completion, GenerateRequest, Tokenizer
 from penstock.rollout import FinishReason, IntArray, unpack_ids
 
 Answer = asyncio.Future[Completion]
+_LONGEST_CHARACTER = 8
+"""Tokens after which a text that is still no character is taken as it is."""
 
 
 class Row:
@@ -65,9 +67,9 @@ class StopText:
         self._new.append(token)
         known = self._tokenizer.decode(self._left)
         added = self._tokenizer.decode(self._left + self._new)[len(known) :]
-        if not added or added.endswith("\ufffd"):
+        if (not added or added.endswith("\ufffd")) and len(self._new) < _LONGEST_CHARACTER:
             return False
         self._left, self._new = self._new, []
         seen = self._tail + added
-        self._tail = seen[len(seen) - self._reach :] if 0 < self._reach < len(seen) else seen if self._reach else ""
+        self._tail = seen[-self._reach :] if self._reach else ""
         return any(stop in seen for stop in self._stops)

@@ -13,7 +13,8 @@ from penstock.cli import load_config, main, next_free, parse_value, recipe_names
 from penstock.errors import ConfigError
 
 CONFIG = """\
-from pathlib import Path
+import asyncio
+from types import SimpleNamespace
 
 import pydantic
 
@@ -61,9 +62,12 @@ class Trainer:
             raise RunError("no engine is left")
         if self.config.ending == "interrupt":
             raise KeyboardInterrupt
+        if self.config.ending == "second interrupt":
+            raise asyncio.CancelledError
         self.run_dir.mkdir(parents=True)
         (self.run_dir / "lr").write_text(str(self.config.part.lr))
         self.display.note(f"trained {self.config.model}")
+        return SimpleNamespace(interrupted=self.config.ending == "cut short")
 
 
 trainer = TrainerConfig()
@@ -150,7 +154,8 @@ def test_a_run_that_cannot_go_on_exits_1_and_an_interrupted_one_130(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert fails(["train", "mine.py", "--set", "ending=run error"], 1, capsys) == ["penstock: no engine is left"]
-    assert fails(["train", "mine.py", "--set", "ending=interrupt"], 130, capsys) == []
+    for ending in ("interrupt", "second interrupt", "cut short"):
+        assert fails(["train", "mine.py", "--set", f"ending={ending}"], 130, capsys) == []
 
 
 @pytest.mark.parametrize(

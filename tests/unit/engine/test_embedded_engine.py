@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from engine_contract import (
     CONTRACT,
+    LONG,
     PROMPTS,
     CharacterTokenizer,
     Subject,
@@ -33,6 +35,7 @@ from penstock.ports import Completion, Engine
 from penstock.rollout import FinishReason
 
 Check = Callable[[Subject], Awaitable[None]]
+FORWARD_MATTERS = [check for check in CONTRACT if re.search("logprob|continue|goes_on|weights", check.__name__)]
 
 
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
@@ -40,7 +43,7 @@ def test_the_contract_holds_for_the_fused_forward(check: Check, subjects: dict[s
     asyncio.run(check(subjects["llama"]))
 
 
-@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", FORWARD_MATTERS, ids=lambda check: check.__name__)
 def test_the_contract_holds_for_a_models_own_forward(check: Check, subjects: dict[str, Subject]) -> None:
     asyncio.run(check(subjects["gpt2"]))
 
@@ -51,7 +54,7 @@ def test_logprobs_are_the_trainers_for_every_family(kind: str, subjects: dict[st
 
 
 def build(model_dir: Path, *, deterministic: bool = False, stop_ids: Any = (), **fields: Any) -> Any:
-    config = EmbeddedEngineConfig(**{"max_running": 6, "prefill_chunk_tokens": 32, **fields})
+    config = EmbeddedEngineConfig(**{"max_running": 6, "prefill_chunk_tokens": 32, "device": "cpu", **fields})
     tokenizer = CharacterTokenizer(stop_ids=frozenset(stop_ids))
     return config.build(str(model_dir), tokenizer, deterministic=deterministic, threads=1)
 
@@ -87,9 +90,8 @@ def test_the_fused_forward_equals_the_models_own(kind: str, deterministic: bool,
         cache = SlotCache(model.cache_layers, model.dtype, model.device)
         cache.reserve(3, 96, max_slots=3, max_length=96)
         starts = [20, 45, 70]
-        prefixes = [
-            Prefix(row[:start], model.cache_layers, model.dtype) for row, start in zip(ids, starts, strict=True)
-        ]
+        contexts = [row[:start] for row, start in zip(ids, starts, strict=True)]
+        prefixes = [Prefix(context, model.cache_layers, model.dtype) for context in contexts]
         for size in (32, 64):
             parts = [(prefix, min(size, len(prefix.ids) - prefix.done)) for prefix in prefixes if not prefix.ready]
             for part in [[part] for part in parts] if deterministic else [parts]:
@@ -142,12 +144,12 @@ def test_a_groups_prompt_is_computed_once(deterministic: bool, model_dirs: dict[
 def test_a_sibling_that_comes_later_copies_a_running_one(subjects: dict[str, Subject]) -> None:
     async def run() -> None:
         async with running(subjects["llama"]) as engine:
-            first = asyncio.create_task(engine.generate(ask("first", PROMPTS[3], max_tokens=300)))
+            first = asyncio.create_task(engine.generate(ask("first", PROMPTS[3], max_tokens=LONG)))
             await has_made(engine, 2)
             second = await engine.generate(ask("second", PROMPTS[3], seed=9, max_tokens=20))
             assert engine.computed_prefixes == 1  # type: ignore[attr-defined]
             assert_logprobs(subjects["llama"], PROMPTS[3], second, 1.0)
-            await first
+            first.cancel()
 
     asyncio.run(run())
 
@@ -159,11 +161,11 @@ def test_a_prompt_computed_under_old_weights_is_not_reused_after_a_load(
 
     async def run() -> None:
         async with running(subject) as engine:
-            old = asyncio.create_task(engine.generate(ask("old", PROMPTS[3], max_tokens=300)))
+            old = asyncio.create_task(engine.generate(ask("old", PROMPTS[3], max_tokens=LONG)))
             await has_made(engine, 2)
             await engine.load_weights(subject.other_weights, 1)
             late = await engine.generate(ask("late", PROMPTS[3], seed=2, max_tokens=20))
-            await old
+            old.cancel()
             await engine.load_weights(Tensors(references["llama"].state_dict()), 2)
             again = await engine.generate(ask("again", PROMPTS[3], seed=2, max_tokens=20))
             await engine.load_weights(subject.other_weights, 3)
@@ -225,10 +227,9 @@ def test_an_engine_whose_thread_dies_tells_everyone_why(model_dirs: dict[str, Pa
     async def run() -> None:
         config = EmbeddedEngineConfig(max_running=2)
         engine = config.build(str(model_dirs["llama"]), Bomb(), threads=1)
-        tasks = [asyncio.create_task(engine.generate(ask(f"{i}", max_tokens=500))) for i in range(4)]
-        tasks.append(asyncio.create_task(engine.generate(ask("boom", stop=("x",), max_tokens=500))))
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        assert isinstance(outcomes[-1], InfrastructureFailure)
+        asked = [ask("running", max_tokens=LONG), ask("boom", stop=("x",)), ask("waiting"), ask("waiting too")]
+        outcomes = await asyncio.gather(*(engine.generate(request) for request in asked), return_exceptions=True)
+        assert all(isinstance(outcome, InfrastructureFailure) for outcome in outcomes)
         for call in (engine.check_health(), engine.generate(ask("late")), engine.model_step()):
             with pytest.raises(InfrastructureFailure, match="no room for text") as failure:
                 await call
@@ -277,13 +278,14 @@ def test_an_engine_with_work_refuses_to_sleep(subjects: dict[str, Subject]) -> N
         async with running(subjects["llama"]) as engine:
             with pytest.raises(RunError, match="cannot sleep"):
                 await engine.sleep()
-            task = asyncio.create_task(engine.generate(ask("a", max_tokens=400)))
+            task = asyncio.create_task(engine.generate(ask("a", max_tokens=LONG)))
             await has_made(engine, 1)
             await engine.pause_generation("keep")
             with pytest.raises(RunError, match="1 requests running"):
                 await engine.sleep()
-            await engine.continue_generation()
-            await task
+            await engine.pause_generation("abort")
+            assert (await task).finish_reason is FinishReason.ABORT
+            await engine.sleep()
 
     asyncio.run(run())
 

@@ -34,7 +34,7 @@ def run(display: Display, metrics: dict[str, float]) -> None:
         display.step(step, metrics)
     display.note("checkpoint kept")
     display.evaluated(2, {"eval/accuracy": 0.9})
-    display.finish({"run_directory": "runs/quickstart", "accuracy": 0.9})
+    display.finish({"run_directory": "runs/quickstart", "greedy": None, "accuracy": 0.9})
     display.close()
     display.close()
 

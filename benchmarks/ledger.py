@@ -1,0 +1,191 @@
+"""What durability costs. Each group is drawn and completed: 8 rollouts of 64 tokens, two transitions.
+
+ledger.durable_groups_per_s   64 groups at once, each waits until it is durable
+ledger.vs_bare_sqlite         that, against plain inserts of the same bytes, 64 a transaction, same settings
+ledger.ack_p99_ms             how long a finished group waits at half that rate
+ledger.open_100k_s            open and restore a ledger that holds 100,000 completed groups
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import sqlite3
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.replay import Ledger, ReplayBuffer, StaleRule
+from penstock.replay.codec import encode_rollouts
+from penstock.rollout import FinishReason, Group, Prompt, RolloutState, Status, Tokens, Verdict, pack_ids
+
+K = 8
+TOKENS = 64
+AT_ONCE = 64
+
+PROMPT = Prompt(messages=({"role": "user", "content": "What is 17 + 25?"},), ids=pack_ids(range(32)), ground_truth="42")
+ANSWER = Tokens().append(range(TOKENS), [-0.5] * TOKENS, model_step=0)
+
+
+def new_group(draw: int) -> Group:
+    group_id = f"sums:{draw}"
+    return [
+        RolloutState(prompt=PROMPT, task_name="sums", group_id=group_id, rollout_id=f"{group_id}:{k}", draw=draw)
+        for k in range(K)
+    ]
+
+
+def play(group: Group) -> None:
+    for rollout in group:
+        rollout.response = ANSWER
+        rollout.response_text = "The answer is 42."
+        rollout.finish_reason = FinishReason.STOP
+        rollout.reward = Verdict(1.0, {"exact_match": 1.0})
+        rollout.status = Status.COMPLETED
+
+
+async def store(buffer: ReplayBuffer, draw: int) -> float:
+    """Draw, play in no time, and put; returns the seconds that the put waited."""
+    group = new_group(draw)
+    buffer.draw(group, draw + 1)
+    play(group)
+    started = time.perf_counter()
+    await buffer.put(group, "sums", model_step=0, current_train_step=1, stale_threshold=1000)
+    return time.perf_counter() - started
+
+
+async def ledger_rate(directory: Path, groups: int) -> float:
+    buffer = ReplayBuffer(storage=Ledger.open(directory))
+    draws = iter(range(groups))
+    started = time.perf_counter()
+
+    async def producer() -> None:
+        for draw in draws:
+            await store(buffer, draw)
+
+    async with asyncio.TaskGroup() as producers:
+        for _ in range(AT_ONCE):
+            producers.create_task(producer())
+    seconds = time.perf_counter() - started
+    await buffer.close()
+    return groups / seconds
+
+
+def bare_rate(directory: Path, groups: int) -> float:
+    connection = sqlite3.connect(directory / "bare.sqlite", isolation_level=None)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("CREATE TABLE contents (id INTEGER PRIMARY KEY, content BLOB)")
+    group = new_group(0)
+    play(group)
+    content = encode_rollouts(group)
+    started = time.perf_counter()
+    for first in range(0, groups, AT_ONCE):
+        connection.execute("BEGIN IMMEDIATE")
+        connection.executemany("INSERT INTO contents VALUES (?, ?)", [(first + i, content) for i in range(AT_ONCE)])
+        connection.execute("COMMIT")
+    seconds = time.perf_counter() - started
+    connection.close()
+    return groups / seconds
+
+
+async def acknowledgements(directory: Path, rate: float, seconds: float) -> list[float]:
+    """Groups finish at a steady rate, whether or not earlier ones are acknowledged."""
+    buffer = ReplayBuffer(storage=Ledger.open(directory))
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for draw in itertools.count():
+            due = started + draw / rate
+            if due - started > seconds:
+                break
+            if due > loop.time():
+                await asyncio.sleep(due - loop.time())
+            tasks.append(group.create_task(store(buffer, draw)))
+    await buffer.close()
+    return [task.result() for task in tasks]
+
+
+async def fill(directory: Path, groups: int) -> None:
+    buffer = ReplayBuffer(storage=Ledger.open(directory))
+    for draws in itertools.batched(range(groups), 512) if hasattr(itertools, "batched") else _batched(groups, 512):
+        await asyncio.gather(*(store(buffer, draw) for draw in draws))
+    await buffer.close()
+
+
+def _batched(n: int, size: int) -> Iterator[range]:
+    return (range(first, min(first + size, n)) for first in range(0, n, size))
+
+
+async def open_seconds(directory: Path, groups: int) -> float:
+    await fill(directory, groups)
+    started = time.perf_counter()
+    buffer = ReplayBuffer(storage=Ledger.open(directory))
+    buffer.restore(0, {"sums": StaleRule(1000)})
+    seconds = time.perf_counter() - started
+    if buffer.count("sums", Status.COMPLETED) != groups:
+        raise AssertionError("groups are missing after the restart")
+    await buffer.close()
+    return seconds
+
+
+def say(figure: str, value: float, unit: str, detail: dict[str, object]) -> None:
+    print(json.dumps({"figure": figure, "value": round(value, 3), "unit": unit, "detail": detail}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=8192, help="groups per rate measurement")
+    parser.add_argument("--seconds", type=float, default=5.0, help="length of the latency measurement")
+    parser.add_argument("--open-groups", type=int, default=100_000)
+    parser.add_argument("--directory", type=Path, default=None, help="where the files are made; the disk to measure")
+    asked = parser.parse_args()
+
+    with tempfile.TemporaryDirectory(dir=asked.directory) as name:
+        root = Path(name)
+        numbers = itertools.count()
+
+        def fresh() -> Path:
+            directory = root / str(next(numbers))
+            directory.mkdir()
+            return directory
+
+        # Alternating, so that a disk that is slow for a while is slow for both.
+        bare, ours = [], []
+        for _ in range(3):
+            bare.append(bare_rate(fresh(), asked.groups))
+            ours.append(asyncio.run(ledger_rate(fresh(), asked.groups)))
+        rate, bare_median = statistics.median(ours), statistics.median(bare)
+        sizes = {"rollouts": K, "tokens": TOKENS, "at_once": AT_ONCE, "groups": asked.groups}
+        say("ledger.durable_groups_per_s", rate, "groups/s", {**sizes, "runs": [round(value) for value in ours]})
+        ratios = [mine / theirs for mine, theirs in zip(ours, bare, strict=True)]
+        say(
+            "ledger.vs_bare_sqlite",
+            statistics.median(ratios),
+            "ratio",
+            {"bare_groups_per_s": round(bare_median), "target": ">= 0.25"},
+        )
+        waits = sorted(asyncio.run(acknowledgements(fresh(), rate / 2, asked.seconds)))
+        p50, p99 = waits[len(waits) // 2], waits[int(len(waits) * 0.99)]
+        say(
+            "ledger.ack_p99_ms",
+            p99 * 1e3,
+            "ms",
+            {
+                "p50_ms": round(p50 * 1e3, 3),
+                "max_ms": round(waits[-1] * 1e3, 3),
+                "rate": round(rate / 2),
+                "target": "< 20",
+            },
+        )
+        seconds = asyncio.run(open_seconds(fresh(), asked.open_groups))
+        say("ledger.open_100k_s", seconds, "s", {"groups": asked.open_groups, "target": "< 5"})
+
+
+if __name__ == "__main__":
+    main()

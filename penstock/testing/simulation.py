@@ -1,0 +1,311 @@
+"""Whole runs in virtual time, drawn from a seed: tasks, strategies, speeds, faults, pauses and refused steps.
+
+    python -m penstock.testing.simulation 1234      replay one seed and print its history
+
+Between any two turns of the event loop groups and tokens must add up and, disaggregated, what is in flight must keep
+to its bound; what is consumed must be whole and fresh; at the end the history is checked. The two consumers are the
+trainers' loops without training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import random
+from collections.abc import Callable
+
+import msgspec
+
+from penstock.errors import PenstockError
+from penstock.produce import (
+    AsyncProduceStrategyConfig,
+    FailurePolicyConfig,
+    IsValidSampleFn,
+    ProduceBatchResult,
+    ProduceBatchStatus,
+    ProduceStrategyConfig,
+    SyncProduceStrategyConfig,
+    default_is_valid_sample,
+)
+from penstock.produce.pause import PauseDeadlines
+from penstock.rollout import RolloutState, Status
+from penstock.testing.clock import run_virtual
+from penstock.testing.engine import EngineFaults, EngineScript
+from penstock.testing.history import History
+from penstock.testing.judger import JudgerScript
+from penstock.testing.script import Distribution, constant, long_tail, uniform
+from penstock.testing.world import ScriptedTask, ScriptedWorld
+
+VIRTUAL_DEADLINE_S = 1e6
+
+
+class SimulationError(PenstockError):
+    """A seed that failed, with the command that replays it."""
+
+
+class Scenario(msgspec.Struct, kw_only=True):
+    """Everything that a seed decides."""
+
+    seed: int
+    disaggregated: bool
+    tasks: list[ScriptedTask]
+    batch_size: int
+    train_steps: int
+    sync_weights_interval: int
+    engine: EngineScript
+    train_s: Distribution
+    refused: float
+    """Share of train steps that are refused."""
+    disturbed: float
+    """Share of waits for a batch during which production is paused and continued."""
+    flush_s: Distribution | None
+
+
+def simulate(seed: int) -> History:
+    """Run one seed. Raises SimulationError with what went wrong and how to see it again."""
+    scenario = draw_scenario(seed)
+    world = ScriptedWorld(
+        scenario.tasks,
+        batch_size=scenario.batch_size,
+        engine=scenario.engine,
+        seed=seed,
+        sync_weights_interval=scenario.sync_weights_interval,
+        pause_deadlines=PauseDeadlines(request_timeout_s=10.0, resend_interval_s=5.0),
+        stall_timeout_s=20_000.0,
+        flush_s=scenario.flush_s,
+    )
+    run = _Run(scenario, world)
+    try:
+        run_virtual(run.main(), seed=seed, deadline=VIRTUAL_DEADLINE_S, after_turn=run.after_turn)
+        world.findings().require_none()
+    except Exception as error:
+        raise SimulationError(
+            f"seed {seed}: {type(error).__name__}: {error}\n"
+            f"replay it with: python -m penstock.testing.simulation {seed}"
+        ) from error
+    return world.history
+
+
+class _Run:
+    """One consumer and its world."""
+
+    def __init__(self, scenario: Scenario, world: ScriptedWorld) -> None:
+        self.scenario = scenario
+        self.world = world
+        self.manager = world.manager
+        self.random = random.Random(f"consumer {scenario.seed}")
+        self._checked = 0
+
+    async def main(self) -> None:
+        await (self._disaggregated() if self.scenario.disaggregated else self._colocated())
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            raise PenstockError(f"left running after shutdown: {sorted(task.get_name() for task in others)}")
+
+    def after_turn(self) -> None:
+        events = len(self.world.history.events)
+        if events == self._checked:
+            return
+        self._checked = events
+        self.world.check()
+        if self.scenario.disaggregated:
+            self.world.check_bound()
+
+    async def _colocated(self) -> None:
+        model_step, train_step = 0, 1
+        while train_step <= self.scenario.train_steps:
+            result = await self.manager.produce_batch(self.scenario.batch_size, train_step, model_step=model_step)
+            self._require_none_pending()
+            if not await self._train(result, train_step):
+                continue
+            if train_step % self.scenario.sync_weights_interval == 0:
+                await self.world.engine.load_weights(None, train_step)  # type: ignore[arg-type]
+                model_step = train_step
+            train_step += 1
+        await self.manager.shutdown()
+
+    async def _disaggregated(self) -> None:
+        producer = asyncio.create_task(self.manager.produce_loop(self.scenario.batch_size), name="produce loop")
+        await self.manager.continue_produce(0)
+        train_step = 1
+        while train_step <= self.scenario.train_steps:
+            result = await self._get_batch(train_step)
+            if not result.groups:
+                if result.status is not ProduceBatchStatus.EXPIRED_BATCH or train_step - 1 <= self.manager.model_step:
+                    raise PenstockError(f"an empty batch for step {train_step} without need: {result.status}")
+                await self._sync(train_step - 1)
+                continue
+            if not await self._train(result, train_step):
+                continue
+            due = train_step % self.scenario.sync_weights_interval == 0
+            if due or result.status is ProduceBatchStatus.EXPIRED_BATCH:
+                await self._sync(train_step)
+            train_step += 1
+        await self.manager.shutdown()
+        await producer
+
+    async def _get_batch(self, train_step: int) -> ProduceBatchResult:
+        """Sometimes production is paused and continued while the consumer waits."""
+        disturbance = None
+        if self.random.random() < self.scenario.disturbed:
+            disturbance = asyncio.create_task(self._disturb(), name="disturbance")
+        result = await self.manager.get_batch(self.scenario.batch_size, train_step)
+        if disturbance is not None:
+            await disturbance
+        return result
+
+    async def _disturb(self) -> None:
+        await asyncio.sleep(self.random.uniform(0, 20))
+        await self.manager.pause_produce()
+        self._require_none_pending()
+        await asyncio.sleep(self.random.choice([0, 5]))
+        await self.manager.continue_produce(self.manager.model_step)
+
+    async def _sync(self, model_step: int) -> None:
+        await self.manager.pause_produce()
+        self._require_none_pending()
+        await self.world.engine.load_weights(None, model_step)  # type: ignore[arg-type]
+        await self.manager.continue_produce(model_step)
+
+    async def _train(self, result: ProduceBatchResult, train_step: int) -> bool:
+        self._require_whole(result, train_step)
+        await asyncio.sleep(max(0.0, self.scenario.train_s(self.random)))
+        trained = self.random.random() >= self.scenario.refused
+        self.world.history.consumed(train_step, result.groups, trained=trained)
+        if trained:
+            await self.manager.commit(train_step)
+        else:
+            await self.manager.return_batch(train_step)
+        return trained
+
+    def _require_whole(self, result: ProduceBatchResult, train_step: int) -> None:
+        if len(result.groups) != self.scenario.batch_size:
+            raise PenstockError(f"step {train_step}: {len(result.groups)} groups, not {self.scenario.batch_size}")
+        for rollout in (rollout for group in result.groups for rollout in group):
+            judged = rollout.reward is not None and math.isfinite(rollout.reward.score)
+            newest = max((step for step, _ in rollout.response.steps), default=0)
+            if rollout.status is not Status.COMPLETED or not judged or newest > self.manager.model_step:
+                raise PenstockError(f"step {train_step}: consumed {rollout}")
+
+    def _require_none_pending(self) -> None:
+        for task in self.manager.tasks.values():
+            if task.strategy.pending_task_count():
+                raise PenstockError(f"task {task.name!r} has pending groups after a pause")
+
+
+def draw_scenario(seed: int) -> Scenario:
+    rng = random.Random(f"scenario {seed}")
+    disaggregated = rng.random() < 0.65
+    return Scenario(
+        seed=seed,
+        disaggregated=disaggregated,
+        tasks=[_draw_task(rng, f"task{i}", disaggregated) for i in range(rng.choice([1, 1, 2, 3]))],
+        batch_size=rng.randint(1, 5),
+        train_steps=rng.randint(3, 7),
+        sync_weights_interval=rng.randint(1, 3),
+        engine=EngineScript(
+            slots=rng.choice([3, 8, 1000]),
+            tokens_per_s=10.0,
+            length=rng.choice([uniform(1, 80), long_tail(30, 400), constant(20)]),
+            latency_s=rng.choice([constant(0), uniform(0, 3)]),
+            pause_s=rng.choice([0.0, 0.0, 1.0]),
+            faults=_draw_faults(rng),
+        ),
+        train_s=rng.choice([constant(0), uniform(0, 3), uniform(0, 30)]),
+        refused=rng.choice([0.0, 0.1, 0.4]),
+        disturbed=rng.choice([0.0, 0.3, 0.8]) if disaggregated else 0.0,
+        flush_s=rng.choice([None, constant(0), uniform(0, 0.5)]),
+    )
+
+
+def _draw_faults(rng: random.Random) -> EngineFaults:
+    if rng.random() < 0.4:
+        return EngineFaults()
+    share: Callable[[float], float] = lambda most: rng.choice([0.0, rng.uniform(0, most)])  # noqa: E731
+    return EngineFaults(
+        fails=share(0.2),
+        hangs=share(0.03),
+        slow=share(0.05),
+        nonsense=share(0.1),
+        wrong_version=share(0.1),
+        pause_fails=share(0.5),
+        pause_hangs=share(0.2),
+    )
+
+
+def _draw_task(rng: random.Random, name: str, disaggregated: bool) -> ScriptedTask:
+    judger = JudgerScript(relative=rng.random() < 0.15)
+    if rng.random() < 0.5:
+        judger = JudgerScript(
+            latency_s=rng.choice([constant(0), uniform(0, 4)]),
+            unjudged=rng.choice([0.0, 0.1]),
+            not_finite=rng.choice([0.0, 0.05]),
+            raises=rng.choice([0.0, 0.05]),
+            hangs=rng.choice([0.0, 0.02]),
+            relative=judger.relative,
+        )
+    prompt_repeat_k = rng.randint(1, 3)
+    return ScriptedTask(
+        name=name,
+        weight=rng.choice([1.0, 1.0, 2.0, 0.3, 0.05]),
+        prompt_repeat_k=prompt_repeat_k,
+        prompts=rng.choice([3, 50]),
+        strategy=_draw_strategy(rng, disaggregated),
+        judger=judger,
+        failures=FailurePolicyConfig(
+            breaker_window=10_000,
+            max_filtered_in_a_row=10_000,
+            backoff_s=rng.choice([0.0, 0.5]),
+            min_group_size=rng.choice([None, None, 1]),
+        ),
+        sample_params=RolloutParams,
+        request_timeout_s=200.0,
+        judge_timeout_s=30.0,
+    )
+
+
+RolloutParams = ScriptedTask().sample_params
+
+
+def _draw_strategy(rng: random.Random, disaggregated: bool) -> ProduceStrategyConfig:
+    is_valid = rng.choice([default_is_valid_sample, default_is_valid_sample, _mostly_valid])
+    pause_timeout_s = rng.choice([3.0, 60.0])
+    if not disaggregated and rng.random() < 0.3:
+        return SyncProduceStrategyConfig(is_valid_sample_fn=is_valid, pause_timeout_s=pause_timeout_s)
+    return _draw_async(rng, is_valid, pause_timeout_s)
+
+
+def _draw_async(rng: random.Random, is_valid: IsValidSampleFn, pause_timeout_s: float) -> AsyncProduceStrategyConfig:
+    partial = rng.random() < 0.5
+    trigger = rng.choice([-1, 0, 1, 3])
+    config = AsyncProduceStrategyConfig(
+        is_valid_sample_fn=is_valid,
+        pause_timeout_s=pause_timeout_s,
+        over_sample_threshold=rng.choice([0.0, 0.5, 2.0]),
+        enable_partial_rollout=partial,
+        max_staleness=rng.randint(0, 3),
+        max_token_staleness=rng.choice([None, None, 0, 1]),
+        tail_batch_trigger_size=trigger,
+        tail_batch_max_tries=rng.choice([None, 1, 2]) if trigger > 0 and not partial else None,
+    )
+    config.check()
+    return config
+
+
+def _mostly_valid(samples: list[RolloutState]) -> bool:
+    return samples[0].draw % 4 != 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Replay one simulated run.")
+    parser.add_argument("seed", type=int)
+    seed = parser.parse_args().seed
+    print(draw_scenario(seed))
+    for event in simulate(seed).events:
+        move = event.transition
+        print(f"step {move.train_step:3} {move.group_id:12} {move.source} -> {move.target} {move.reason or ''}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Real runs of the tiny model. One model cache for the whole session, so that the model is made once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.models import set_cache_directory
+
+
+@pytest.fixture(scope="session")
+def model_cache(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    set_cache_directory(directory)
+    yield directory
+    set_cache_directory(None)
+
+
+@pytest.fixture
+def penstock(model_cache, tmp_path):
+    """Start the command in a directory of its own; returns the process."""
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "penstock.cli", *arguments],
+            cwd=tmp_path,
+            env=os.environ | {"PENSTOCK_HOME": str(model_cache)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return start
+
+
+@pytest.fixture
+def read_lines():
+    def read(path: Path) -> list[dict]:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    return read

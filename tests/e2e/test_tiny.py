@@ -1,0 +1,124 @@
+"""The recipe `tiny` as a user runs it: real model, real engine, real judge processes, real gradients."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from penstock.cli import load_config
+from penstock.errors import StepRefused
+
+pytestmark = pytest.mark.usefixtures("model_cache")
+
+
+def test_tiny_learns_and_leaves_a_complete_run_directory(penstock, tmp_path, read_lines):
+    run = penstock("train", "tiny", "--run-dir", "run")
+    output, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, output
+    steps = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "reward/mean" in line]
+    rewards = [line["reward/mean"] for line in steps]
+    assert np.mean(rewards[-5:]) - np.mean(rewards[:2]) >= 0.3
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["eval_accuracy_after"] >= 0.9 > 0.6 > summary["eval_accuracy_before"]
+    assert summary["steps"] == len(steps)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["class"] == "RLColocateTrainerConfig"
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+    first = read_lines(tmp_path / "run" / "trajectories" / "step-1.jsonl")
+    assert len(first) == 128
+    assert {"prompt", "answer", "reward", "advantage", "model_steps", "staleness"} <= first[0].keys()
+    # What is exported is what was trained, in the format everybody reads.
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf" / "final")
+    again = penstock("train", "tiny", "--run-dir", "run")
+    output, _ = again.communicate(timeout=60)
+    assert again.returncode == 2 and "run exists and is not empty" in output
+
+
+def test_two_runs_with_one_seed_give_identical_weights_and_metrics(tmp_path, read_lines):
+    config = load_config("tiny", ["total_steps=4", "evaluator=null"])
+    runs = [tmp_path / "a", tmp_path / "b"]
+    for run in runs:
+        config.build(run_dir=run).fit()
+    first, second = (load_file(run / "hf" / "final" / "model.safetensors") for run in runs)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    timeless = [
+        [{k: v for k, v in line.items() if "time" not in k and "_s" not in k and "seconds" not in k} for line in lines]
+        for lines in (read_lines(run / "metrics.jsonl") for run in runs)
+    ]
+    assert timeless[0] == timeless[1]
+
+
+def test_ctrl_c_finishes_the_step_exports_the_weights_and_exits_130(penstock, tmp_path, read_lines):
+    run = penstock("train", "tiny", "--run-dir", "run", "--set", "total_steps=10000")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("reward/mean") >= 2):
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 130, output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["interrupted"] and summary["steps"] >= 2
+    assert (tmp_path / "run" / "hf" / "final" / "model.safetensors").exists()
+
+
+def test_a_judge_that_hangs_raises_or_answers_nan_never_yields_a_reward_and_the_run_goes_on(tmp_path, read_lines):
+    """Words that begin with a, b or c meet a broken judge; the others are judged."""
+    (tmp_path / "judge.py").write_text(
+        "import time\n"
+        "def judge(response, label, extra_info):\n"
+        "    if label[-1] == 'a': time.sleep(60)\n"
+        "    if label[-1] == 'b': raise ValueError('b is not for me')\n"
+        "    if label[-1] == 'c': return float('nan')\n"
+        "    return float(response == label)\n"
+    )
+    (tmp_path / "run.py").write_text(
+        "from penstock.judger import NativeJudgerConfig\n"
+        "from penstock.produce import FailurePolicyConfig\n"
+        "from penstock.recipes.tiny import trainer as tiny\n"
+        f"judger = NativeJudgerConfig(reward_handler='{tmp_path}/judge.py:judge', timeout_s=0.3, max_retries=0,\n"
+        "    breaker_failures=10_000)\n"
+        "trainer = (tiny.replace('evaluator', None).replace('total_steps', 3).replace('train_batch_size', 8)\n"
+        "    .replace('manager.tasks.0.judger_config', judger)\n"
+        "    .replace('manager.failures', FailurePolicyConfig(data_retries=0, breaker_share=0.95)))\n"
+    )
+    load_config(str(tmp_path / "run.py")).build(run_dir=tmp_path / "run").fit()
+    letters = read_lines(tmp_path / "run" / "dead_letters.jsonl")
+    assert {letter["reason"] for letter in letters} == {"unjudged"}
+    assert {letter["messages"][0]["content"][0] for letter in letters} <= set("abc")
+    trained = [
+        rollout
+        for step in (1, 2, 3)
+        for rollout in read_lines(tmp_path / "run" / "trajectories" / f"step-{step}.jsonl")
+    ]
+    assert len(trained) == 3 * 8 * 8
+    assert not {rollout["ground_truth"][-1] for rollout in trained} & set("abc")
+    steps = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert sum(step.get("produce/reverse/discarded/unjudged", 0) for step in steps) == len(letters) > 0
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_after_three_tries_and_trains_nothing(tmp_path, monkeypatch):
+    config = load_config("tiny", ["total_steps=2", "evaluator=null"])
+    config = config.replace("train.loss.name", "custom_losses.nothing_is_a_number")
+    (tmp_path / "custom_losses.py").write_text(
+        "import torch\n"
+        "from penstock.learn.losses import LossTerms\n"
+        "def nothing_is_a_number(tokens, config):\n"
+        "    return LossTerms(tokens.logprobs * torch.nan, {})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    trainer = config.build(run_dir=tmp_path / "run")
+    before = {name: tensor.clone() for name, tensor in trainer.parts.worker.tensors()}
+    with pytest.raises(StepRefused, match="train step 1 was refused 3 times in a row"):
+        trainer.fit()
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.parts.worker.tensors())
+    trainer.parts.buffer.conservation().check()
+    assert trainer.summary.steps == 0
