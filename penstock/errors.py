@@ -5,7 +5,8 @@
     │   ├── ConfigError           a configuration that cannot work, all problems at once
     │   ├── DatasetError          rows that cannot be used, each with file:line
     │   ├── ModelError            a model that cannot be had or does not fit
-    │   └── LedgerError           a ledger that is damaged, of another format, or held by another process
+    │   ├── LedgerError           a ledger that is damaged, of another format, or held by another process
+    │   └── CheckpointError       no checkpoint that is whole, or not the one that was asked for
     ├── RolloutFailure            belongs to one rollout; becomes a `Failure` on its record, never a reward
     │   ├── InfrastructureFailure   another try may help: engine, network, worker process (budget 3)
     │   └── DataFailure             this prompt or this answer is the cause (budget 1)
@@ -56,6 +57,10 @@ class ModelError(RefusedError):
 
 
 class LedgerError(RefusedError):
+    pass
+
+
+class CheckpointError(RefusedError):
     pass
 
 

@@ -1,4 +1,4 @@
-"""A group as bytes and back: msgpack, the prompt once, the rollouts without it.
+"""A group as bytes and back: msgpack; the prompt once, when it is drawn, the rollouts without it.
 
 Statuses are not part of the bytes: they change without the content (a group expires, is given back) and stand beside
 the group's state.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -47,13 +47,20 @@ class StoredRollout(msgspec.Struct, array_like=True, gc=False):
     error: Failure | None
 
 
+class StoredDraw(msgspec.Struct, array_like=True, gc=False):
+    """A group as it is drawn: what is asked, and by which names."""
+
+    prompt: Prompt
+    rollout_ids: list[str]
+
+
 _encoder = msgspec.msgpack.Encoder()
-_prompt_decoder = msgspec.msgpack.Decoder(Prompt)
+_draw_decoder = msgspec.msgpack.Decoder(StoredDraw)
 _rollouts_decoder = msgspec.msgpack.Decoder(list[StoredRollout])
 
 
-def encode_prompt(prompt: Prompt) -> bytes:
-    return _encoder.encode(prompt)
+def encode_draw(group: Group) -> bytes:
+    return _encoder.encode(StoredDraw(group[0].prompt, [rollout.rollout_id for rollout in group]))
 
 
 def encode_rollouts(group: Group) -> bytes:
@@ -86,33 +93,40 @@ class StoredGroup(msgspec.Struct, frozen=True, gc=False):
     task: str
     group_id: str
     draw: int
-    prompt: bytes
-    rollouts: bytes
+    drawn: bytes
+    rollouts: bytes | None
+    """None when it was drawn and nothing more is known."""
 
     def decode(self, statuses: Sequence[Status]) -> Group:
         """Raises ValueError when bytes and statuses do not fit."""
-        prompt = _prompt_decoder.decode(self.prompt)
+        drawn = _draw_decoder.decode(self.drawn)
+        if self.rollouts is None:
+            return [
+                RolloutState(prompt=drawn.prompt, rollout_id=rollout_id, status=status, **self._identity())
+                for rollout_id, status in zip(drawn.rollout_ids, statuses, strict=True)
+            ]
         return [
             RolloutState(
-                prompt=prompt,
-                task_name=self.task,
-                group_id=self.group_id,
+                prompt=drawn.prompt,
                 rollout_id=stored.rollout_id,
-                draw=self.draw,
+                status=status,
                 response=Tokens(stored.ids, stored.logprobs, stored.mask, stored.steps),
                 response_text=stored.response_text,
                 turns=stored.turns,
                 finish_reason=stored.finish_reason,
                 reward=stored.reward,
-                status=status,
                 num_tries=stored.num_tries,
                 infrastructure_failures=stored.infrastructure_failures,
                 data_failures=stored.data_failures,
                 group_generate_time_s=stored.group_generate_time_s,
                 error=stored.error,
+                **self._identity(),
             )
             for stored, status in zip(_rollouts_decoder.decode(self.rollouts), statuses, strict=True)
         ]
+
+    def _identity(self) -> dict[str, Any]:
+        return {"task_name": self.task, "group_id": self.group_id, "draw": self.draw}
 
 
 def encode_statuses(statuses: Sequence[Status]) -> str:

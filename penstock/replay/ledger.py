@@ -41,7 +41,7 @@ class Write(msgspec.Struct, frozen=True, gc=False):
     event: Row
     group: Row
     source: str | None
-    prompt: Row | None = None
+    draw: Row | None = None
     rollouts: Row | None = None
     cursor: Row | None = None
     waste: tuple[Row, ...] = ()
@@ -211,21 +211,21 @@ class Ledger:
     def _encode(self, transition: Transition, group: Group | None, cursor: int | None) -> Write:
         sequence, event = transition.sequence, self._position + 1
         target, reason = transition.target.value, transition.reason.value if transition.reason else None
-        prompt = rollouts = drawn_to = None
+        draw = rollouts = drawn_to = None
         steps = codec.ModelSteps()
         size = 0
-        if group is not None:
+        if cursor is not None:
+            assert group is not None, "a draw brings its group"
+            content = codec.encode_draw(group)
+            draw = (sequence, content, codec.content_checksum(content, sequence))
+            drawn_to = (transition.task, cursor, codec.checksum(transition.task, cursor))
+            size = len(content)
+        elif group is not None:
             steps = codec.model_steps(group)
             content = codec.encode_rollouts(group)
             limits = (steps.oldest, steps.oldest_newest)
             rollouts = (sequence, content, *limits, codec.content_checksum(content, sequence, *limits))
-            size += len(content)
-        if cursor is not None:
-            assert group is not None, "a draw brings its group"
-            content = codec.encode_prompt(group[0].prompt)
-            prompt = (sequence, content, codec.content_checksum(content, sequence))
-            drawn_to = (transition.task, cursor, codec.checksum(transition.task, cursor))
-            size += len(content)
+            size = len(content)
         event_row = (
             *(event, sequence, target, transition.train_step, self._clock(), reason),
             *(transition.tokens, steps.oldest, steps.newest, transition.detail),
@@ -238,7 +238,7 @@ class Ledger:
             event=(*event_row, codec.checksum(*event_row)),
             group=(*group_row, codec.checksum(*group_row)),
             source=transition.source.value if transition.source else None,
-            prompt=prompt,
+            draw=draw,
             rollouts=rollouts,
             cursor=drawn_to,
             waste=tuple((event, why, tokens, codec.checksum(event, why, tokens)) for why, tokens in transition.wasted),
@@ -282,7 +282,7 @@ def _apply_writes(connection: Connection, writes: Sequence[Write]) -> None:
         if connection.total_changes - before != len(moved):
             raise RuntimeError("a group in the ledger is not in the state that the buffer has it in")
     for sql, rows in (
-        ("INSERT INTO prompts VALUES (?, ?, ?)", [write.prompt for write in writes if write.prompt]),
+        ("INSERT INTO draws VALUES (?, ?, ?)", [write.draw for write in writes if write.draw]),
         ("INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?)", [w.rollouts for w in writes if w.rollouts]),
         ("INSERT OR REPLACE INTO cursors VALUES (?, ?, ?)", [write.cursor for write in writes if write.cursor]),
         ("INSERT INTO waste VALUES (?, ?, ?, ?)", [row for write in writes for row in write.waste]),
@@ -292,14 +292,14 @@ def _apply_writes(connection: Connection, writes: Sequence[Write]) -> None:
 
 
 def _apply_prune(connection: Connection, job: Prune) -> None:
-    # The prompts say which groups have content: their rows are small, those of the rollouts are not.
+    # The draws say which groups have content: their rows are small, those of the rollouts are not.
     rows = connection.execute(
-        """SELECT sequence FROM prompts JOIN groups USING (sequence)
+        """SELECT sequence FROM draws JOIN groups USING (sequence)
            WHERE sequence > ? AND (state = 'discarded' OR (state = 'trained' AND train_step <= ?))
            ORDER BY sequence LIMIT ?""",
         (job.after, job.checkpoint_step, PRUNED_AT_ONCE),
     ).fetchall()
-    connection.executemany("DELETE FROM prompts WHERE sequence = ?", rows)
+    connection.executemany("DELETE FROM draws WHERE sequence = ?", rows)
     connection.executemany("DELETE FROM rollouts WHERE sequence = ?", rows)
     job.dropped = [sequence for (sequence,) in rows]
 

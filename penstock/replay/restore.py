@@ -122,21 +122,21 @@ def last_event(connection: Connection) -> int:
 def _held(connection: Connection, checkpoint_step: int, path: Path) -> Iterator[HeldGroup]:
     rows = connection.execute(
         """SELECT g.sequence, g.group_id, g.task, g.draw, g.state, g.train_step, g.tokens, g.statuses,
-                  p.content, p.crc, r.content, r.oldest, r.oldest_newest, r.crc
-           FROM groups g LEFT JOIN prompts p USING (sequence) LEFT JOIN rollouts r USING (sequence)
+                  d.content, d.crc, r.content, r.oldest, r.oldest_newest, r.crc
+           FROM groups g LEFT JOIN draws d USING (sequence) LEFT JOIN rollouts r USING (sequence)
            WHERE g.state != 'discarded' AND NOT (g.state = 'trained' AND g.train_step <= ?) ORDER BY g.sequence""",
         (checkpoint_step,),
     )
     for sequence, group_id, task, draw, state, train_step, tokens, statuses, *content in rows:
-        prompt, prompt_crc, rollouts, oldest, oldest_newest, rollouts_crc = content
-        if prompt is None or rollouts is None:
+        drawn, drawn_crc, rollouts, oldest, oldest_newest, rollouts_crc = content
+        if drawn is None:
             raise LedgerError(
                 f"{path}: group {group_id!r} ({state} at step {train_step}) has no content any more; checkpoint "
                 f"{checkpoint_step} is older than what the ledger keeps. Resume from a later checkpoint"
             )
-        if content_checksum(prompt, sequence) != prompt_crc:
+        if content_checksum(drawn, sequence) != drawn_crc:
             raise damaged(path, f"the prompt of group {group_id!r} does not have its checksum")
-        if content_checksum(rollouts, sequence, oldest, oldest_newest) != rollouts_crc:
+        if rollouts is not None and content_checksum(rollouts, sequence, oldest, oldest_newest) != rollouts_crc:
             raise damaged(path, f"the rollouts of group {group_id!r} do not have their checksum")
         yield HeldGroup(
             sequence,
@@ -146,5 +146,5 @@ def _held(connection: Connection, checkpoint_step: int, path: Path) -> Iterator[
             decode_statuses(statuses),
             oldest,
             oldest_newest,
-            StoredGroup(task, group_id, draw, prompt, rollouts),
+            StoredGroup(task, group_id, draw, drawn, rollouts),
         )

@@ -2,8 +2,8 @@
 
     groups    one row per drawn group: identity, and its state now
     events    every transition with its time; stays when contents are dropped
-    prompts   a group's prompt, written when it is drawn
-    rollouts  its rollouts, written whenever their content changes
+    draws     a group's prompt and the ids of its rollouts, written when it is drawn
+    rollouts  its rollouts, written when one has content, and whenever that changes
     cursors   how far each task's sampler is, written with the draw
     waste     tokens dropped by groups that live on, per event
     restores  from which checkpoint the run was restarted, and when
@@ -37,7 +37,7 @@ TABLES = (
         time REAL NOT NULL, reason TEXT, tokens INTEGER NOT NULL, oldest INTEGER, newest INTEGER,
         detail TEXT NOT NULL, crc INTEGER NOT NULL) STRICT""",
     "CREATE INDEX events_of_group ON events (sequence)",
-    "CREATE TABLE prompts (sequence INTEGER PRIMARY KEY, content BLOB NOT NULL, crc INTEGER NOT NULL) STRICT",
+    "CREATE TABLE draws (sequence INTEGER PRIMARY KEY, content BLOB NOT NULL, crc INTEGER NOT NULL) STRICT",
     """CREATE TABLE rollouts (
         sequence INTEGER PRIMARY KEY, content BLOB NOT NULL, oldest INTEGER, oldest_newest INTEGER,
         crc INTEGER NOT NULL) STRICT""",

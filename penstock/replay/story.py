@@ -93,7 +93,7 @@ def group_story(path: Path, group_id: str) -> dict[str, Any]:
             "SELECT w.* FROM waste w JOIN events e ON e.id = w.event WHERE e.sequence = ?", (sequence,)
         ):
             waste.setdefault(event, {})[why] = n
-        kept = connection.execute("SELECT 1 FROM rollouts WHERE sequence = ?", (sequence,)).fetchone() is not None
+        kept = connection.execute("SELECT 1 FROM draws WHERE sequence = ?", (sequence,)).fetchone() is not None
     transitions = [
         {
             "event": number,

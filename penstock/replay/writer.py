@@ -1,7 +1,8 @@
 """The ledger's only writer: jobs in, durable transactions out.
 
-`ThreadWriter` takes whatever is queued into one transaction, so that jobs which arrive together share one fsync and a
-lone job starts at once. While one transaction waits for the disk the next one gathers. There is no timer.
+`ThreadWriter` takes whatever is queued into one transaction, so that jobs which arrive together share one fsync.
+It begins as soon as somebody waits, and after `LINGER_S` in any case. While one transaction waits for the disk the
+next one gathers.
 
     event loop   submit -> queue (never blocks)          wait -> future ......................... acknowledged
     thread                   take all -> BEGIN -> apply -> COMMIT (fsync) -> call_soon_threadsafe --^
@@ -29,6 +30,9 @@ TakenJobT = TypeVar("TakenJobT", bound="Job", contravariant=True)
 
 MAX_JOBS_PER_TRANSACTION = 1024
 """Bounds the time that one transaction makes the next job wait."""
+
+LINGER_S = 0.002
+"""How long a job that nobody waits for may lie, for others to share its fsync."""
 
 NEXT_MOVES = {
     sqlite3.SQLITE_FULL: "free some space and resume",
@@ -144,6 +148,8 @@ class ThreadWriter(Generic[JobT]):
         self._durable = 0
         self._cause: BaseException | None = None
         self._closing = False
+        self._hurry = False
+        """Somebody waits for what is queued."""
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
         self._thread.start()
@@ -161,7 +167,8 @@ class ThreadWriter(Generic[JobT]):
             self._queue.append(job)
             self._queued_bytes += job.size
             self._submitted += 1
-            self._condition.notify()
+            if len(self._queue) == 1:
+                self._condition.notify()
             return self._submitted
 
     async def wait(self, ticket: int) -> None:
@@ -169,8 +176,11 @@ class ThreadWriter(Generic[JobT]):
             self._raise_failure()
             if self._durable >= ticket:
                 return
-            future = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            future = loop.create_future()
             self._waiters.append((ticket, future))
+        # In the loop's next round: what the others who run in this one record shares the transaction.
+        loop.call_soon(self._begin)
         try:
             async with asyncio.timeout(self._wait_timeout_s):
                 await future
@@ -192,6 +202,12 @@ class ThreadWriter(Generic[JobT]):
             if not told:
                 self._raise_failure()
 
+    def _begin(self) -> None:
+        with self._condition:
+            if self._queue and not self._hurry:
+                self._hurry = True
+                self._condition.notify()
+
     # In the thread.
 
     def _run(self) -> None:
@@ -211,10 +227,12 @@ class ThreadWriter(Generic[JobT]):
         """What is queued; waits for the first job. Empty when the writer is to end."""
         with self._condition:
             self._condition.wait_for(lambda: self._queue or self._closing or self._cause is not None)
+            self._condition.wait_for(lambda: self._hurry or self._closing or self._cause is not None, LINGER_S)
             if self._cause is not None:
                 return []
             jobs = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_JOBS_PER_TRANSACTION))]
             self._queued_bytes -= sum(job.size for job in jobs)
+            self._hurry = self._hurry and bool(self._queue)
             return jobs
 
     def _acknowledge(self, n: int) -> None:

@@ -186,7 +186,10 @@ class _Run:
             judged = rollout.reward is not None and math.isfinite(rollout.reward.score)
             newest = max((step for step, _ in rollout.response.steps), default=0)
             if rollout.status is not Status.COMPLETED or not judged or newest > self.manager.model_step:
-                raise PenstockError(f"step {train_step}: consumed {rollout}")
+                raise PenstockError(
+                    f"step {train_step}: consumed {rollout.rollout_id}, {rollout.status}, {rollout.reward}, "
+                    f"tokens of {rollout.response.steps}, weights {self.manager.model_step}"
+                )
 
     def _require_none_pending(self) -> None:
         for task in self.manager.tasks.values():

@@ -14,6 +14,10 @@ from torch import Tensor
 from penstock.engine.torch_engine.cache import LENGTH_STEP
 
 
+class UnknownAttention(Exception):
+    """A model asks for more than softmax(q k) v."""
+
+
 def decode_mask(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """n x 1 x 1 x L: 0 up to and including each row's position, -inf behind it."""
     behind = torch.arange(length, device=positions.device) > positions[:, None]
@@ -74,9 +78,12 @@ def block_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """`attend_in_blocks` as transformers calls attention: query n x h x T x d, output n x T x h x d."""
+    unknown = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
+    if unknown:
+        raise UnknownAttention(f"wants {' and '.join(unknown)} in its attention")
     n, heads, tokens, d = query.shape
     kv, length = key.shape[1], key.shape[2]
     if tokens > 1:

@@ -20,13 +20,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.masking_utils import sdpa_mask
 
-from penstock.engine.torch_engine.attention import block_attention
+from penstock.engine.torch_engine.attention import UnknownAttention, block_attention
 from penstock.engine.torch_engine.cache import LayerShape, Prefix, SlotCache, round_up
 from penstock.engine.torch_engine.weights import load_into
 from penstock.errors import ModelError
 from penstock.ports import WeightSource
 
 _BLOCKS = "penstock_blocks"
+_NOT_DETERMINISTIC = "its answers cannot be made independent of their neighbours. Set deterministic=False."
 
 
 class GenericModel:
@@ -44,7 +45,7 @@ class GenericModel:
         self._last_position = getattr(text_config, "max_position_embeddings", 1 << 30) - 1
         self.cache_layers = self._probe_cache()
         if deterministic:
-            _use_block_attention(model)
+            self._use_block_attention()
         self._places = dict(model.named_parameters()) | {
             name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()
         }
@@ -86,7 +87,7 @@ class GenericModel:
 
     def _probe_cache(self) -> list[LayerShape]:
         """One token through the model: the shapes it caches, whatever its configuration calls them."""
-        cache = DynamicCache()
+        cache = DynamicCache(config=self._model.config)
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with torch.inference_mode():
             self._model(input_ids=ids, past_key_values=cache, use_cache=True, **self._extra)
@@ -101,6 +102,21 @@ class GenericModel:
         if not shapes:
             raise ModelError(f"{type(self._model).__name__} uses no key-value cache; use the vLLM engine.")
         return shapes
+
+    def _use_block_attention(self) -> None:
+        """Replace the model's attention by one whose sums do not depend on the neighbours."""
+        if not getattr(self._model, "_supports_attention_backend", False):
+            raise ModelError(
+                f"{type(self._model).__name__} does not let its attention be replaced; {_NOT_DETERMINISTIC}"
+            )
+        AttentionInterface.register(_BLOCKS, block_attention)
+        AttentionMaskInterface.register(_BLOCKS, sdpa_mask)
+        self._model.set_attn_implementation(_BLOCKS)
+        try:
+            with torch.inference_mode():
+                self._model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=self.device))
+        except UnknownAttention as error:
+            raise ModelError(f"{type(self._model).__name__} {error}; {_NOT_DETERMINISTIC}") from error
 
 
 class _OurLayer(CacheLayerMixin):
@@ -149,14 +165,3 @@ class _PrefixLayer(_OurLayer):
 
     def get_seq_length(self) -> int:
         return self._done
-
-
-def _use_block_attention(model: Any) -> None:
-    if not getattr(model, "_supports_attention_backend", False):
-        raise ModelError(
-            f"{type(model).__name__} does not let its attention be replaced, so its answers cannot be made independent "
-            "of their neighbours; set deterministic=False."
-        )
-    AttentionInterface.register(_BLOCKS, block_attention)
-    AttentionMaskInterface.register(_BLOCKS, sdpa_mask)
-    model.set_attn_implementation(_BLOCKS)

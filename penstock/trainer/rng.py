@@ -1,0 +1,58 @@
+"""The random numbers of this process: where Python's, NumPy's and torch's global generators stand, and back."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(torch's generators, by device; Python's and NumPy's as plain data)."""
+    import torch
+
+    tensors = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    version, internal, gauss = random.getstate()
+    return tensors, {"python": [version, list(internal), gauss], "numpy": _plain(np.random.get_state(legacy=False))}
+
+
+def restore_rng(tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    """Raises CheckpointError, nothing changed, when they are not what `rng_state` gave or a device is missing."""
+    import torch
+
+    before = rng_state()
+    try:
+        _restore(tensors, state)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        _restore(*before)
+        devices = 1 + (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        raise CheckpointError(
+            f"the state of the random number generators cannot be used here ({len(tensors)} devices saved, "
+            f"{devices} present): {type(error).__name__}: {error}"
+        ) from error
+
+
+def _restore(tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    import torch
+
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(tensors["cpu"])
+    for device, generator in tensors.items():
+        if device != "cpu":
+            torch.cuda.set_rng_state(generator, device)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
