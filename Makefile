@@ -38,4 +38,4 @@ lint: $(READY) ## ruff and mypy
 	$(BIN)/mypy
 
 bench: $(READY) ## every benchmark; each prints one JSON line per figure
-	@set -e; for file in benchmarks/bench_*.py; do $(BIN)/python $$file; done
+	@set -e; for file in benchmarks/*.py; do $(BIN)/python $$file; done

@@ -171,7 +171,12 @@ def parse_value(text: str) -> Any:
 
 
 def recipe_names() -> list[str]:
-    return sorted(path.stem for path in RECIPES.glob("*.py") if not path.stem.startswith("_"))
+    stems = (path.stem for path in RECIPES.glob("*.py") if not path.stem.startswith("_"))
+    return sorted(stem.replace("_", "-") for stem in stems)
+
+
+def recipe_path(name: str) -> Path:
+    return RECIPES / f"{name.replace('-', '_')}.py"
 
 
 def next_free(directory: Path) -> Path:
@@ -277,7 +282,7 @@ def _recipe(name: str) -> Path:
 
     if name not in recipe_names():
         raise ConfigError(f"there is no recipe {name!r}.{nearest(name, recipe_names())}")
-    return RECIPES / f"{name}.py"
+    return recipe_path(name)
 
 
 def _first_line(path: Path) -> str:
@@ -287,7 +292,7 @@ def _first_line(path: Path) -> str:
 def _load_module(name: str) -> ModuleType:
     path = Path(name)
     if name in recipe_names():
-        return _run_file(RECIPES / f"{name}.py", f"penstock.recipes.{name}")
+        return _run_file(recipe_path(name), f"penstock.recipes.{recipe_path(name).stem}")
     if path.suffix != ".py" and not path.exists():
         from penstock.config import nearest
 

@@ -91,6 +91,26 @@ class WeightSource(Protocol):
     def tensors(self) -> Iterator[tuple[str, Any]]: ...
 
 
+class LoadedWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine's confirmation of a load."""
+
+    model_step: int
+    checksum: str | None = None
+    """Of the bytes it received; None where nothing was sent."""
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True):
+    """A weight sync that was confirmed, and what it cost."""
+
+    model_step: int
+    num_bytes: int
+    seconds: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.num_bytes / self.seconds if self.seconds > 0 else 0.0
+
+
 PauseMode = Literal["abort", "keep"]
 
 
@@ -123,10 +143,11 @@ class Engine(Protocol):
 
     async def wake(self) -> None: ...
 
-    async def load_weights(self, source: WeightSource, model_step: int) -> None:
+    async def load_weights(self, source: WeightSource, model_step: int) -> LoadedWeights | None:
         """Replace the weights; requests frozen by a keep-pause go on under them.
 
-        Raises WeightSyncError, old weights kept, when names or shapes do not fit.
+        Returns what was received, or None from an engine that reads the trainer's own memory. Raises WeightSyncError,
+        old weights kept, when names, shapes or bytes do not fit.
         """
         ...
 
@@ -199,9 +220,11 @@ class TrainWorker(Protocol[BatchT]):
 
 
 class WeightChannel(Protocol):
-    async def publish(self, source: WeightSource, model_step: int) -> None:
+    async def publish(self, source: WeightSource, model_step: int) -> Published:
         """Bring the engines to `model_step`. Raises WeightSyncError when none confirmed."""
         ...
+
+    async def close(self) -> None: ...
 
 
 class Placement(Protocol):

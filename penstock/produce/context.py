@@ -37,6 +37,8 @@ class Attempt(msgspec.Struct):
     protected: bool
     """A pause waits for it: one of its rollouts was interrupted as often as allowed."""
     forgotten_tokens: int = 0
+    begun_with: dict[str, int] = {}
+    """Tokens that each rollout had when it was last given to the agent loop."""
 
 
 class TaskRuntime(msgspec.Struct):
@@ -155,6 +157,11 @@ class ProduceContext:
     async def put_generated_group(self, group: Group) -> bool:
         """Store a played group, or discard it with a reason. True only if it is COMPLETED after the put."""
         attempt = self._runtime.attempts.pop(group[0].group_id, None) or self._attempt_that_never_began(group)
+        for rollout in group:
+            if rollout.status is not Status.FAILED and _has_future_tokens(rollout, attempt):
+                # Cancelled before the attempt could look at it.
+                attempt.forgotten_tokens += self.buffer.forget_response(rollout, "retried")
+                rollout.status = Status.ABORTED
         self._count(group, attempt)
         status = get_group_status(group)
         if status is Status.COMPLETED and not self._is_valid(group):
@@ -194,7 +201,7 @@ class ProduceContext:
                 rollout.status = Status.INIT
                 if not attempt.enable_partial_rollout and rollout.finish_reason is None:
                     attempt.forgotten_tokens += self.buffer.forget_response(rollout, "aborted")
-        begun = {rollout.rollout_id: len(rollout.response) for rollout in group}
+        attempt.begun_with = {rollout.rollout_id: len(rollout.response) for rollout in group}
         message = ""
         try:
             group = await self.agent_loop.generate_group(group, enable_partial_rollout=attempt.enable_partial_rollout)
@@ -208,8 +215,8 @@ class ProduceContext:
             elif rollout.status is Status.ABORTED and rollout.finish_reason is None and not self.should_abort():
                 # Taken as an engine's failure: an engine that is paused by somebody else would be asked for ever.
                 rollout.fail(Failure("engine_abort", "interrupted although production is not paused", True))
-            elif _has_future_tokens(rollout, begun.get(rollout.rollout_id, 0), self.model_step):
-                message = f"tokens are ascribed to weights newer than {self.model_step}: {rollout.response.steps}"
+            elif _has_future_tokens(rollout, attempt):
+                message = f"tokens are ascribed to weights newer than {attempt.model_step}: {rollout.response.steps}"
                 rollout.fail(Failure("engine_nonsense", message, True))
         return group
 
@@ -291,11 +298,11 @@ class ProduceContext:
         )
 
 
-def _has_future_tokens(rollout: RolloutState, begun: int, model_step: int) -> bool:
-    """Whether a token after the first `begun` claims weights newer than those that were served."""
+def _has_future_tokens(rollout: RolloutState, attempt: Attempt) -> bool:
+    """Whether a token of this attempt claims weights newer than those that were served."""
     end = 0
     for step, n in rollout.response.steps:
         end += n
-        if end > begun and step > model_step:
+        if step > attempt.model_step and end > attempt.begun_with.get(rollout.rollout_id, end):
             return True
     return False

@@ -15,7 +15,7 @@ from penstock.produce import AgentLoopManagerConfig, TaskSpecConfig
 from penstock.rollout import SampleParams
 from penstock.trainer import EvaluatorConfig, RLColocateTrainerConfig
 
-words = ReverseWordConfig(template="{word}>", alphabet="abcdefgh", min_length=4, max_length=6, held_out=100)
+words = ReverseWordConfig(template="{word}>", alphabet="abcdefgh", min_length=4, max_length=6, held_out=400)
 answer = SingleTurnAgentLoopConfig(sample_params=SampleParams(max_tokens=8))
 
 trainer = RLColocateTrainerConfig(
@@ -36,7 +36,7 @@ trainer = RLColocateTrainerConfig(
         tasks=[
             TaskSpecConfig(
                 task_name="reverse",
-                sampler_config=SamplerConfig(dataset=words.replace("split", "eval"), prompt_repeat_k=2),
+                sampler_config=SamplerConfig(dataset=words.replace("split", "eval"), prompt_repeat_k=1),
                 agent_loop_config=answer,
                 judger_config=exact_match,
             )

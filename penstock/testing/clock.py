@@ -58,14 +58,16 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._now
 
-    def call_at(
+    def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         if self._random is not None:
             when += MAX_LATENESS_S * self._random.random()
         return super().call_at(when, callback, *args, context=context)
 
-    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> asyncio.Handle:
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
         resume = functools.partial(super().call_soon, callback, *args, context=context)
         if self._random is None or not isinstance(getattr(callback, "__self__", None), asyncio.Task):
             return resume()

@@ -141,7 +141,7 @@ class ScriptedEngine:
     async def wake(self) -> None:
         pass
 
-    async def load_weights(self, source: WeightSource | None, model_step: int) -> None:
+    async def load_weights(self, source: WeightSource, model_step: int) -> None:
         """The tokens from here on are made by `model_step`; nothing is read from the source."""
         for serving in self._slots:
             self._freeze(serving)

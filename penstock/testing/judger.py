@@ -9,7 +9,7 @@ from collections import Counter
 import msgspec
 
 from penstock.ports import Judger
-from penstock.rollout import Group, RolloutState, Unjudged, Verdict
+from penstock.rollout import RolloutState, Unjudged, Verdict
 from penstock.testing.script import Distribution, constant, uniform
 
 
@@ -49,6 +49,3 @@ class ScriptedJudger(Judger):
         if at < self.script.unjudged:
             return Unjudged("the scripted judger abstained")
         return Verdict(self.script.score(rng))
-
-    async def judge_group(self, group: Group) -> list[Verdict | Unjudged]:
-        return list(await asyncio.gather(*(self.judge(rollout) for rollout in group)))

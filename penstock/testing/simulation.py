@@ -120,7 +120,7 @@ class _Run:
             if not await self._train(result, train_step):
                 continue
             if train_step % self.scenario.sync_weights_interval == 0:
-                await self.world.engine.load_weights(None, train_step)  # type: ignore[arg-type]
+                await self.world.load_weights(train_step)
                 model_step = train_step
             train_step += 1
         await self.manager.shutdown()
@@ -165,7 +165,7 @@ class _Run:
     async def _sync(self, model_step: int) -> None:
         await self.manager.pause_produce()
         self._require_none_pending()
-        await self.world.engine.load_weights(None, model_step)  # type: ignore[arg-type]
+        await self.world.load_weights(model_step)
         await self.manager.continue_produce(model_step)
 
     async def _train(self, result: ProduceBatchResult, train_step: int) -> bool:
@@ -262,13 +262,9 @@ def _draw_task(rng: random.Random, name: str, disaggregated: bool) -> ScriptedTa
             backoff_s=rng.choice([0.0, 0.5]),
             min_group_size=rng.choice([None, None, 1]),
         ),
-        sample_params=RolloutParams,
         request_timeout_s=200.0,
         judge_timeout_s=30.0,
     )
-
-
-RolloutParams = ScriptedTask().sample_params
 
 
 def _draw_strategy(rng: random.Random, disaggregated: bool) -> ProduceStrategyConfig:

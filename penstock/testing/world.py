@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -31,7 +32,7 @@ from penstock.produce.failures import DeadLetters, FailurePolicy
 from penstock.produce.pause import PauseDeadlines
 from penstock.produce.task import Task
 from penstock.produce.watchdog import OnProgress
-from penstock.replay import GroupState, ReplayBuffer, StaleRule
+from penstock.replay import GroupState, ReplayBuffer
 from penstock.rollout import Prompt, SampleParams, Status, pack_ids
 from penstock.testing.engine import EngineScript, ScriptedEngine
 from penstock.testing.history import Findings, RecordingStorage, check_history
@@ -80,6 +81,8 @@ class ScriptedWorld:
         self.history = storage.history
         self.buffer = ReplayBuffer(storage=storage)
         self.judgers: dict[str, ScriptedJudger] = {}
+        self.rules = {name: task.strategy.stale_rule(sync_weights_interval) for name, task in self.specs.items()}
+        self._sizes: list[dict[str, int]] = []
         self.dead_letters = DeadLetters(dead_letters)
         self.manager = manager_class(
             [self._task(task, seed) for task in self.specs.values()],
@@ -90,15 +93,14 @@ class ScriptedWorld:
             on_progress=on_progress,
         )
 
+    async def load_weights(self, model_step: int) -> None:
+        await self.engine.load_weights(_NoWeights(), model_step)
+
     async def sync_weights(self, model_step: int) -> None:
         """As the disaggregated trainer does it."""
         await self.manager.pause_produce()
-        await self.engine.load_weights(_NoWeights(), model_step)
+        await self.load_weights(model_step)
         await self.manager.continue_produce(model_step)
-
-    @property
-    def rules(self) -> dict[str, StaleRule]:
-        return {name: task.strategy.stale_rule(self.sync_weights_interval) for name, task in self.specs.items()}
 
     def check(self) -> None:
         """Raises when groups or tokens were lost or invented."""
@@ -115,10 +117,11 @@ class ScriptedWorld:
 
     def bound(self, task: str) -> int:
         """The batches that the engines' weights may serve from the consumer's step on, and the over-sample budget."""
-        manager = self.manager
-        last = manager.model_step + self.rules[task].stale_threshold
-        first = manager.progress.next_consumer_step
-        sizes = [manager.get_task_batch_sizes(self.batch_size, step)[task] for step in range(1, last + 1)]
+        first = self.manager.progress.next_consumer_step
+        last = self.manager.model_step + self.rules[task].stale_threshold
+        while len(self._sizes) < last:
+            self._sizes.append(self.manager.get_task_batch_sizes(self.batch_size, len(self._sizes) + 1))
+        sizes = [step_sizes[task] for step_sizes in self._sizes[:last]]
         strategy = self.specs[task].strategy
         share = strategy.over_sample_threshold if isinstance(strategy, AsyncProduceStrategyConfig) else 0.0
         # What was over-sampled for an earlier, larger step may still be there.
@@ -172,8 +175,8 @@ class ScriptedWorld:
 
 
 class _NoWeights:
-    def tensors(self) -> Sequence[tuple[str, object]]:
-        return ()
+    def tensors(self) -> Iterator[tuple[str, Any]]:
+        yield from ()
 
 
 def _prompts(n: int) -> list[Prompt]:

@@ -1,5 +1,27 @@
-"""Trainer to engines: one channel per way the bytes travel."""
+"""Trainer to engines: one channel per way the bytes travel.
 
+in_process     an engine in this process reads the trainer's tensors
+shared_memory  one copy in shared memory, for engine processes of one machine
+disk           safetensors files, for engines on other machines with the same file system
+stored         what a channel tells an engine: where the bytes are and their checksum
+digest         a checksum as fast as reading
+confirm        a sync is done when the engine says so
+
+A sync is a transaction: it returns when the model step and the checksum of the received bytes are confirmed, and raises
+WeightSyncError otherwise; a sync that raised did not happen.
+"""
+
+from penstock.weights.disk import DiskChannel
 from penstock.weights.in_process import InProcessChannel
+from penstock.weights.shared_memory import SharedMemoryBuffer, SharedMemoryChannel
+from penstock.weights.stored import DiskWeights, SharedMemoryWeights, StoredWeights
 
-__all__ = ["InProcessChannel"]
+__all__ = [
+    "DiskChannel",
+    "DiskWeights",
+    "InProcessChannel",
+    "SharedMemoryBuffer",
+    "SharedMemoryChannel",
+    "SharedMemoryWeights",
+    "StoredWeights",
+]

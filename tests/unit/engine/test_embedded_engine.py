@@ -26,6 +26,7 @@ from engine_contract import (
     logprobs_of,
     running,
 )
+from transformers import Gemma2Config, Gemma2ForCausalLM, MambaConfig, MambaForCausalLM
 
 from penstock.engine import EmbeddedEngineConfig
 from penstock.engine.torch_engine.build import load_model
@@ -297,6 +298,18 @@ def test_an_unusable_configuration_is_refused(tmp_path: Path, model_dirs: dict[s
         build(model_dirs["llama"], max_context=5000)
     with pytest.raises(ModelError, match="cannot be loaded"):
         build(tmp_path)
+
+
+def test_models_it_cannot_serve_rightly_are_refused(tmp_path: Path) -> None:
+    small = {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    gemma = Gemma2Config(**small, head_dim=12, num_key_value_heads=2, intermediate_size=64, pad_token_id=None)
+    Gemma2ForCausalLM(gemma).save_pretrained(tmp_path / "gemma2")
+    with pytest.raises(ModelError, match="softcap"):
+        build(tmp_path / "gemma2", deterministic=True)
+    mamba = MambaConfig(vocab_size=96, hidden_size=16, state_size=4, num_hidden_layers=2)
+    MambaForCausalLM(mamba).save_pretrained(tmp_path / "mamba")
+    with pytest.raises(ModelError, match="keeps more than keys and values"):
+        build(tmp_path / "mamba")
 
 
 def test_importing_the_configuration_imports_no_torch() -> None:

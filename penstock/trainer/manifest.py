@@ -1,0 +1,94 @@
+"""`manifest.json`: what a checkpoint consists of, so that damage is found before anything is used.
+
+It names every other file with its size and checksum, and ends with a checksum of itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from penstock.errors import CheckpointError
+from penstock.trainer.files import Files, FileSum
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+_HASH_THREADS = 4
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format: int = FORMAT
+    step: int
+    config_hash: str
+    files: dict[str, FileSum]
+    checksum: str = ""
+    """Of this manifest, written with an empty one."""
+
+    def encode(self) -> bytes:
+        digest = hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(self, checksum=""))).hexdigest()
+        sealed = msgspec.json.encode(msgspec.structs.replace(self, checksum=digest))
+        return msgspec.json.format(sealed, indent=2) + b"\n"
+
+
+def read_manifest(path: Path, files: Files) -> Manifest:
+    """Of the checkpoint in directory `path`. Raises CheckpointError when it is missing or not as it was written."""
+    try:
+        content = files.read(path / MANIFEST)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {MANIFEST} cannot be read, so it is not complete: {error}") from error
+    try:
+        # The format first: a newer one may have other fields.
+        version = msgspec.json.decode(content, type=_Format).format
+        if version > FORMAT:
+            raise CheckpointError(f"{path}: format {version} is of a newer Penstock; this one reads {FORMAT}")
+        manifest = msgspec.json.decode(content, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: {MANIFEST} is damaged: {error}") from error
+    if manifest.encode() != content:
+        raise CheckpointError(f"{path}: {MANIFEST} is damaged: it does not match its own checksum")
+    return manifest
+
+
+def damage(path: Path, manifest: Manifest, files: Files, *, from_disk: bool = False) -> list[str]:
+    """What is wrong with the files of the checkpoint in `path`; every byte is read."""
+    sums = start_checksums([path / name for name in manifest.files], files, from_disk=from_disk)
+    found = []
+    for (name, expected), running in zip(manifest.files.items(), sums, strict=True):
+        try:
+            actual = running.result()
+        except OSError as error:
+            found.append(f"{path}: {name} cannot be read: {error}")
+            continue
+        if actual.size != expected.size:
+            found.append(f"{path}: {name} has {actual.size} bytes, {expected.size} were written")
+        elif actual != expected:
+            found.append(f"{path}: {name} is damaged: its checksum is not the one of what was written")
+    return found
+
+
+def looks_whole(path: Path, files: Files) -> bool:
+    """Whether all files are there with their sizes; their content is not read."""
+    try:
+        manifest = read_manifest(path, files)
+        return all((path / name).stat().st_size == expected.size for name, expected in manifest.files.items())
+    except (CheckpointError, OSError):
+        return False
+
+
+def start_checksums(paths: Sequence[Path], files: Files, *, from_disk: bool = False) -> list[Future[FileSum]]:
+    """In threads, one file each."""
+    # Not a `with`: leaving it would wait for the checksums.
+    pool = ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="checksum")
+    try:
+        return [pool.submit(files.checksum, path, from_disk=from_disk) for path in paths]
+    finally:
+        pool.shutdown(wait=False)
+
+
+class _Format(msgspec.Struct):
+    format: int

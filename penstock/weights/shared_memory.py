@@ -1,0 +1,184 @@
+"""Weights to engine processes of this machine, through one copy in shared memory that all of them read.
+
+The copy is written in buckets by a few threads and reused from sync to sync, so the extra memory is the size of the
+weights once, for any number of engines, and no tensor of the trainer is held longer than its bucket. It is also what
+a restarted engine is given: after a sync it stays as it is until the next.
+
+The memory is an anonymous file (`memfd`), which engines open as /proc/<trainer>/fd/<n>: nothing is left behind, even
+by kill -9. That is Linux; elsewhere use `DiskChannel`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import mmap
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from penstock.errors import ConfigError, WeightSyncError
+from penstock.ports import Engine, Published, WeightSource
+from penstock.weights.confirm import load_confirmed
+from penstock.weights.digest import THREADS, Bytes, Digest, TensorEntry, copy_piece, dtype_name, pieces, tensor_bytes
+from penstock.weights.stored import SharedMemoryWeights
+
+ALIGNMENT = 64
+
+
+class SharedMemoryBuffer:
+    """Memory that holds one set of weights. Calls block; `write` may come from any thread, one at a time."""
+
+    def __init__(self, *, bucket_bytes: int = 64 << 20) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise ConfigError("shared memory needs Linux (memfd_create); use DiskChannel here")
+        self._bucket_bytes = bucket_bytes
+        self._segment: _Segment | None = None
+        self._writing = threading.Lock()
+        self._closed = False
+
+    def write(self, source: WeightSource) -> SharedMemoryWeights:
+        """Copy the weights. What was written before is gone, unless somebody still reads it.
+
+        Raises WeightSyncError when the source fails or a name comes twice.
+        """
+        with self._writing:
+            if self._closed:
+                raise WeightSyncError("the shared memory was closed")
+            segment = self._free_segment()
+            try:
+                with ThreadPoolExecutor(THREADS, thread_name_prefix="penstock-weights") as pool:
+                    return _Writer(segment, pool, self._bucket_bytes).write(source)
+            except WeightSyncError:
+                raise
+            except Exception as error:
+                raise WeightSyncError(f"the weights could not be written to shared memory: {error!r}") from error
+            finally:
+                segment.unlock()
+
+    def close(self) -> None:
+        """Readers keep what they have open."""
+        with self._writing:
+            self._closed = True
+            if self._segment is not None:
+                self._segment.close()
+                self._segment = None
+
+    def _free_segment(self) -> _Segment:
+        if self._segment is not None and not self._segment.lock():
+            # An engine is still reading it: one that is late, or one that restarts. It keeps that copy.
+            self._segment.close()
+            self._segment = None
+        if self._segment is None:
+            self._segment = _Segment()
+            self._segment.lock()
+        return self._segment
+
+
+class _Segment:
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("penstock-weights", os.MFD_CLOEXEC)
+        self.capacity = 0
+        self._bytes: Bytes = np.empty(0, np.uint8)
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self.descriptor}"
+
+    def lock(self) -> bool:
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlock(self) -> None:
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+
+    def bytes(self, offset: int, num_bytes: int) -> Bytes:
+        end = offset + num_bytes
+        if end > self.capacity:
+            # Pages that are not written take no memory.
+            self.capacity = max(end, 2 * self.capacity, 1 << 20)
+            os.ftruncate(self.descriptor, self.capacity)
+            self._bytes = np.frombuffer(mmap.mmap(self.descriptor, self.capacity), dtype=np.uint8)
+        return self._bytes[offset:end]
+
+    def close(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+        os.close(self.descriptor)
+
+
+class _Writer:
+    """One set of weights into one segment."""
+
+    def __init__(self, segment: _Segment, pool: ThreadPoolExecutor, bucket_bytes: int) -> None:
+        self._segment = segment
+        self._pool = pool
+        self._bucket_bytes = bucket_bytes
+        self._entries: dict[str, TensorEntry] = {}
+        self._digest = Digest()
+        self._bucket: list[tuple[TensorEntry, Bytes, Bytes]] = []
+        """Tensors with where they go and where they come from."""
+        self._end = 0
+
+    def write(self, source: WeightSource) -> SharedMemoryWeights:
+        waiting = 0
+        for name, tensor in source.tensors():
+            if name in self._entries:
+                raise WeightSyncError(f"{name} was given twice")
+            data = tensor_bytes(tensor)
+            entry = TensorEntry(name, dtype_name(tensor), tuple(tensor.shape), self._end, len(data))
+            self._entries[name] = entry
+            self._bucket.append((entry, self._segment.bytes(entry.offset, len(data)), data))
+            self._end += len(data) + -len(data) % ALIGNMENT
+            waiting += len(data)
+            if waiting >= self._bucket_bytes:
+                self._copy_bucket()
+                waiting = 0
+        self._copy_bucket()
+        return SharedMemoryWeights(
+            path=self._segment.path,
+            entries=tuple(self._entries.values()),
+            checksum=self._digest.hexdigest(),
+            num_bytes=self._end,
+        )
+
+    def _copy_bucket(self) -> None:
+        jobs = [
+            self._pool.submit(copy_piece, target[piece], data[piece])
+            for entry, target, data in self._bucket
+            for piece in pieces(entry.num_bytes)
+        ]
+        done = iter(jobs)
+        for entry, _, _ in self._bucket:
+            self._digest.begin(entry)
+            for _ in pieces(entry.num_bytes):
+                self._digest.add(next(done).result())
+        self._bucket.clear()
+
+
+class SharedMemoryChannel:
+    """`engine` is one engine process, or the controller in front of several."""
+
+    def __init__(self, engine: Engine, *, timeout_s: float = 300.0, bucket_bytes: int = 64 << 20) -> None:
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._buffer = SharedMemoryBuffer(bucket_bytes=bucket_bytes)
+
+    async def publish(self, source: WeightSource, model_step: int) -> Published:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                stored = await asyncio.to_thread(self._buffer.write, source)
+                await load_confirmed(self._engine, stored, model_step, stored.checksum)
+        except TimeoutError:
+            raise WeightSyncError(f"weights {model_step}: no confirmation within {self._timeout_s:g} s") from None
+        num_bytes = sum(entry.num_bytes for entry in stored.entries)
+        return Published(model_step=model_step, num_bytes=num_bytes, seconds=loop.time() - started)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._buffer.close)

@@ -1,0 +1,166 @@
+"""What a channel tells an engine: where the bytes are, and their checksum. Small records that travel as msgpack.
+
+    with stored.receive() as weights:      in the engine's process
+        load(weights)                      the tensors are views; they are valid inside the block
+
+`receive` reads every byte and compares the checksum before it hands out the first tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+
+from penstock.errors import WeightSyncError
+from penstock.weights.digest import Bytes, TensorEntry, checksum, dtype_name, tensor_bytes, with_pool
+
+
+class ReceivedWeights:
+    """A `WeightSource` over bytes that were checked."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], checksum: str) -> None:
+        self._tensors = tensors
+        self.checksum = checksum
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._tensors.items()
+
+
+class SharedMemoryWeights(msgspec.Struct, frozen=True, kw_only=True, tag="shared_memory"):
+    """Weights in memory that another process of this machine owns, reached through its file descriptor.
+
+    The memory has no name in any directory: it is gone with the last process that uses it, however that ends.
+    """
+
+    path: str
+    """`/proc/<process>/fd/<descriptor>`."""
+    entries: tuple[TensorEntry, ...]
+    checksum: str
+    num_bytes: int
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """For readers that use each tensor before they ask for the next."""
+        with self.receive() as received:
+            yield from received.tensors()
+
+    @contextlib.contextmanager
+    def receive(self) -> Iterator[ReceivedWeights]:
+        """Holds a shared lock inside the block: the owner writes the next weights elsewhere meanwhile.
+
+        Raises WeightSyncError when the memory is gone or holds other weights by now.
+        """
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise WeightSyncError(f"the weights in {self.path} are gone: {error}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            memory = _mapped(descriptor, self.path)
+            if len(memory) < self.num_bytes:
+                raise WeightSyncError(f"{self.path} has {len(memory)} bytes; the weights have {self.num_bytes}")
+            tensors = {entry.name: _view(memory, entry) for entry in self.entries}
+            found = with_pool(lambda pool: checksum(_bytes_of(tensors, self.entries), pool))
+            _compare(found, self.checksum, self.path)
+            yield ReceivedWeights(tensors, found)
+        finally:
+            os.close(descriptor)
+
+
+class DiskWeights(msgspec.Struct, frozen=True, kw_only=True, tag="disk"):
+    """Weights in a directory of safetensors files that does not change any more."""
+
+    path: str
+    files: tuple[str, ...]
+    checksum: str
+    num_bytes: int
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        with self.receive() as received:
+            yield from received.tensors()
+
+    @contextlib.contextmanager
+    def receive(self) -> Iterator[ReceivedWeights]:
+        """Raises WeightSyncError when a file is missing, unreadable, or not what was written."""
+        try:
+            read = [_read_file(Path(self.path) / name) for name in self.files]
+        except (OSError, SafetensorError) as error:
+            raise WeightSyncError(f"the weights in {self.path} cannot be read: {error}") from error
+        found = joined_checksum(with_pool(lambda pool: [tensors_checksum(tensors, pool) for tensors in read]))
+        _compare(found, self.checksum, self.path)
+        yield ReceivedWeights({name: tensor for tensors in read for name, tensor in tensors.items()}, found)
+
+
+StoredWeights = SharedMemoryWeights | DiskWeights
+"""Weights that can be read again, later and in another process."""
+
+
+def tensors_checksum(tensors: dict[str, torch.Tensor], pool: ThreadPoolExecutor) -> str:
+    """Independent of the order in which files list their tensors."""
+    entries = [
+        TensorEntry(name, dtype_name(tensor), tuple(tensor.shape), 0, tensor.numel() * tensor.element_size())
+        for name, tensor in sorted(tensors.items())
+    ]
+    return checksum(_bytes_of(tensors, entries), pool)
+
+
+def joined_checksum(checksums: list[str]) -> str:
+    return hashlib.blake2b("".join(checksums).encode(), digest_size=16).hexdigest()
+
+
+def _read_file(path: Path) -> dict[str, torch.Tensor]:
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is not a mapping
+
+
+def _bytes_of(
+    tensors: dict[str, torch.Tensor], entries: tuple[TensorEntry, ...] | list[TensorEntry]
+) -> Iterator[tuple[TensorEntry, Bytes]]:
+    for entry in entries:
+        yield entry, tensor_bytes(tensors[entry.name])
+
+
+def _compare(found: str, expected: str, path: str) -> None:
+    if found != expected:
+        raise WeightSyncError(
+            f"the weights in {path} have checksum {found}, sent was {expected}; the old ones are kept"
+        )
+
+
+def _view(memory: mmap.mmap, entry: TensorEntry) -> torch.Tensor:
+    dtype = getattr(torch, entry.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise WeightSyncError(f"{entry.name} has dtype {entry.dtype}, which this torch does not know")
+    if not entry.num_bytes:
+        return torch.empty(entry.shape, dtype=dtype)
+    flat = torch.frombuffer(memory, dtype=dtype, offset=entry.offset, count=entry.num_bytes // dtype.itemsize)
+    return flat.view(entry.shape)
+
+
+_last_mapped: tuple[tuple[int, int, int], mmap.mmap] | None = None
+"""Mapping memory costs a fault per page; a channel reuses its memory, so its reader keeps it mapped."""
+
+
+def _mapped(descriptor: int, path: str) -> mmap.mmap:
+    global _last_mapped
+    status = os.fstat(descriptor)
+    key = (status.st_dev, status.st_ino, status.st_size)
+    last = _last_mapped
+    if last is not None and last[0] == key:
+        return last[1]
+    try:
+        memory = mmap.mmap(descriptor, status.st_size)
+    except (OSError, ValueError) as error:
+        raise WeightSyncError(f"the weights in {path} cannot be mapped: {error}") from error
+    _last_mapped = (key, memory)
+    return memory
