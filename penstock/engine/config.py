@@ -12,7 +12,7 @@ from penstock.ports import Engine, Tokenizer
 
 
 class EmbeddedEngineConfig(Config):
-    """The engine in this process, for a machine with nothing but torch."""
+    """The engine for a machine with nothing but torch, in this process or its own."""
 
     max_running: int = pydantic.Field(default=64, ge=1)
     """Answers made at the same time; more requests wait."""
@@ -24,6 +24,8 @@ class EmbeddedEngineConfig(Config):
     device: str = "cpu"
     fused: bool = True
     """Use the fused forward where the architecture has one; False takes the model's own forward."""
+    process: bool = False
+    """Run it in a process of its own: training and generation overlap, and its death is not the trainer's."""
 
     def problems(self) -> Iterator[str]:
         if self.prefill_chunk_tokens % 32:
@@ -32,8 +34,28 @@ class EmbeddedEngineConfig(Config):
     def build(
         self, model_dir: str, tokenizer: Tokenizer, *, deterministic: bool = False, threads: int | None = None
     ) -> Engine:
-        """Load the model and start the engine's thread. Blocks while loading. Raises ModelError."""
+        """Load the model and start the engine's thread. Blocks while loading. Raises ModelError.
+
+        With `process` this returns at once: the process starts, and a bad model is refused, with the first call.
+        """
+        self.check()
+        if self.process:
+            return self._build_process(model_dir, tokenizer, deterministic=deterministic, threads=threads)
         from penstock.engine.torch_engine.build import build_engine
 
-        self.check()
         return build_engine(self, model_dir, tokenizer, deterministic=deterministic, threads=threads)
+
+    def _build_process(
+        self, model_dir: str, tokenizer: Tokenizer, *, deterministic: bool, threads: int | None
+    ) -> Engine:
+        from penstock.engine.frames import Setup
+        from penstock.engine.process import ProcessEngine
+
+        setup = Setup(
+            config=self.model_dump(mode="json", exclude={"process"}),
+            model_dir=str(model_dir),
+            stop_ids=tuple(sorted(tokenizer.stop_ids)),
+            deterministic=deterministic,
+            threads=threads,
+        )
+        return ProcessEngine(setup)

@@ -101,7 +101,7 @@ class AgentLoopManager:
         self.progress = ProduceProgress.build_local(self.tasks, sizes, train_step, consumed)
         self.buffer.refresh_staleness(train_step, self.tasks)
         try:
-            status = await self._watchdog.guard(self._produce(sizes, train_step), self.progress)
+            status = await self._produce(sizes, train_step)
         finally:
             # Only when all tasks are done, so that a fast one never pauses a slow one.
             await self._pause()
@@ -146,7 +146,7 @@ class AgentLoopManager:
         else:
             self.progress.ensure_target_upto(batch_size, step, self._checked_sizes)
         self._set_status(AgentLoopManagerStatus.NORMAL)
-        status = await self._watchdog.guard(self._produce(sizes, step), self.progress)
+        status = await self._produce(sizes, step)
         if status is ProduceBatchStatus.NORMAL and step == self.progress.producer_future_step:
             self.progress.advance_future_step()
         elif status is ProduceBatchStatus.EXPIRED_BATCH and self._status is AgentLoopManagerStatus.NORMAL:
@@ -163,11 +163,11 @@ class AgentLoopManager:
         )
 
     def _shortage_can_be_filled(self) -> bool:
-        """Groups that were due expired, and the weights may still serve the last step that is due."""
-        step = self.progress.target_upto_future_step
+        """Groups that were due expired, and the weights may still serve the last step for which they are due."""
         return any(
-            self._is_short(task.name) and not task.strategy.is_model_expired(step, self._model_step)
-            for task in self.tasks.values()
+            self._is_short(name)
+            and not task.strategy.is_model_expired(self.progress.last_due_step[name], self._model_step)
+            for name, task in self.tasks.items()
         )
 
     # Disaggregated: the consumer's side.
@@ -253,23 +253,29 @@ class AgentLoopManager:
     # Inside.
 
     async def _produce(self, sizes: Mapping[str, int], train_step: int) -> ProduceBatchStatus:
-        """All tasks at once; ABORT beats EXPIRED beats NORMAL, tasks without a target take no part."""
+        """Produce under the watchdog. From the call on, a pause waits for its end."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         self._producing = True
-        taking_part = {name: task for name, task in self.tasks.items() if sizes[name] > 0 or self._is_short(name)}
-        busy = set(taking_part)
         try:
-            statuses = await _together(
-                [
-                    self._produce_task(task, self._context(task, sizes[name], train_step), busy)
-                    for name, task in taking_part.items()
-                ]
-            )
+            return await self._watchdog.guard(self._produce_tasks(sizes, train_step), self.progress)
         finally:
             self._producing = False
             self.progress.produce_time_s += loop.time() - started
             self.buffer.changed.notify()
+
+    async def _produce_tasks(self, sizes: Mapping[str, int], train_step: int) -> ProduceBatchStatus:
+        """All tasks at once; ABORT beats EXPIRED beats NORMAL, tasks without a target take no part."""
+        taking_part = {name: task for name, task in self.tasks.items() if sizes[name] > 0 or self._is_short(name)}
+        # A task without a share of this step makes up for what expired of an earlier one.
+        steps = {name: train_step if sizes[name] else self.progress.last_due_step[name] for name in taking_part}
+        busy = set(taking_part)
+        statuses = await _together(
+            [
+                self._produce_task(task, self._context(task, sizes[name], steps[name]), busy)
+                for name, task in taking_part.items()
+            ]
+        )
         for status in (ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT, ProduceBatchStatus.EXPIRED_BATCH):
             if status in statuses:
                 return status

@@ -34,6 +34,8 @@ class ProduceProgress:
         """Groups due up to and including `target_upto_future_step`."""
         self.consumed_samples: dict[str, int] = dict.fromkeys(names, 0)
         """Groups leased or trained in the surviving lineage."""
+        self.last_due_step: dict[str, int] = dict.fromkeys(names, 0)
+        """The last step up to `target_upto_future_step` in whose batch a task has a share."""
         self.target_upto_future_step = 0
         self.next_consumer_step = 1
         """The step that new samples will serve; decides staleness when a group is stored."""
@@ -62,6 +64,7 @@ class ProduceProgress:
         progress.consumed_samples.update(consumed or {})
         for task, size in sizes.items():
             progress.target_samples[task] = progress.consumed_samples[task] + size
+            progress.last_due_step[task] = train_step
         progress.target_upto_future_step = train_step
         progress.next_consumer_step = progress.producer_future_step = train_step
         return progress
@@ -71,6 +74,8 @@ class ProduceProgress:
         for step in range(self.target_upto_future_step + 1, future_step + 1):
             for task, size in allocate(batch_size, step).items():
                 self.target_samples[task] += size
+                if size:
+                    self.last_due_step[task] = step
             self.target_upto_future_step = step
         return allocate(batch_size, future_step)
 
@@ -95,6 +100,7 @@ class ProduceProgress:
         """Go on after `checkpoint_step`, up to which `consumed` groups were trained; what waits counts as available."""
         self.consumed_samples.update(consumed)
         self.target_samples.update(consumed)
+        self.last_due_step.update(dict.fromkeys(consumed, checkpoint_step))
         self.target_upto_future_step = checkpoint_step
         self.next_consumer_step = self.producer_future_step = checkpoint_step + 1
 
@@ -112,6 +118,7 @@ class ProduceProgress:
         return {
             "target_samples": dict(self.target_samples),
             "consumed_samples": dict(self.consumed_samples),
+            "last_due_step": dict(self.last_due_step),
             "target_upto_future_step": self.target_upto_future_step,
             "next_consumer_step": self.next_consumer_step,
             "producer_future_step": self.producer_future_step,
@@ -121,7 +128,7 @@ class ProduceProgress:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Changes this object in place. A missing window loads as 0; a missing task is an error."""
-        for key in ("target_samples", "consumed_samples"):
+        for key in ("target_samples", "consumed_samples", "last_due_step"):
             saved, here = state[key], getattr(self, key)
             if set(saved) != set(here):
                 raise ValueError(f"progress: {key} was saved for tasks {sorted(saved)}, this run has {sorted(here)}")

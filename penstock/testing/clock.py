@@ -135,10 +135,11 @@ def _cancel_all(loop: VirtualClockLoop) -> None:
         task.cancel()
     loop._deadline = None
     ending = loop.create_task(_ended(tasks), name="ending")
-    while not ending.done():
-        # Stopped early: the end of `main` was still in line when the run failed.
-        with contextlib.suppress(RuntimeError):
-            loop.run_until_complete(ending)
+    for _ in range(2):
+        loop._turns_at_once = 0
+        # Stopped early when the end of `main` was still in line as the run failed.
+        with contextlib.suppress(RuntimeError, Hang):
+            return loop.run_until_complete(ending)
 
 
 async def _ended(tasks: set[asyncio.Task[Any]]) -> None:

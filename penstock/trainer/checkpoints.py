@@ -190,7 +190,7 @@ class CheckpointStore:
             self._point_to(rest[0])
         else:
             self._remove_file(self.directory / LATEST)
-        # From the newest down, so that a crash on the way leaves no gap below a newer one.
+        # From the newest down: killed on the way, what is left is a past without gaps.
         abandoned = []
         for path in later:
             aside = self.directory / f"{ABANDONED}{_name(_step_of(path))}"
@@ -232,7 +232,10 @@ class CheckpointStore:
         self._files.flush(self.directory)
 
     def _read_back(self, final: Path) -> None:
-        problems = damage(final, read_manifest(final, self._files), self._files, from_disk=True)
+        try:
+            problems = damage(final, read_manifest(final, self._files), self._files, from_disk=True)
+        except CheckpointError as error:
+            problems = error.problems
         if problems:
             self._files.rename(final, self.directory / f"{REMOVING}{final.name}")
             raise OSError("it was read back differently: " + "; ".join(problems))

@@ -55,8 +55,9 @@ class Digest:
 
 def piece_sums(piece: Bytes) -> bytes:
     whole = len(piece) - len(piece) % (8 * _COLUMNS)
-    columns = piece[:whole].view(np.uint64).reshape(-1, _COLUMNS).sum(axis=0, dtype=np.uint64)
-    return columns.tobytes() + piece[whole:].tobytes()
+    columns: npt.NDArray[np.uint64] = piece[:whole].view(np.uint64).reshape(-1, _COLUMNS).sum(axis=0, dtype=np.uint64)
+    sums: bytes = columns.tobytes() + piece[whole:].tobytes()
+    return sums
 
 
 def copy_piece(target: Bytes, source: Bytes) -> bytes:

@@ -91,7 +91,7 @@ class EmbeddedEngine:
         await self._call(lambda: self._scheduler.end(lambda row: row.request.request_id in ids))
 
     async def sleep(self) -> None:
-        """Free the cache. Raises RunError unless paused and idle. The weights stay: on a CPU they are shared memory."""
+        """Free the cache; the weights stay. Raises RunError unless paused and idle."""
 
         def release() -> None:
             if self._pause is None or self._scheduler.has_work:

@@ -10,7 +10,7 @@ from collections import Counter
 
 import torch
 
-from penstock.engine.torch_engine.cache import LayerShape, Prefix, round_up
+from penstock.engine.torch_engine.cache import LayerShape, Prefix
 
 
 class Prefixes:
@@ -60,7 +60,3 @@ class Prefixes:
                     break
                 budget -= min(left, budget)
         return parts
-
-    @property
-    def size(self) -> int:
-        return sum(round_up(len(prefix.ids)) for prefix in self._kept.values())

@@ -1,0 +1,243 @@
+"""ProcessEngine: the embedded engine in a process of its own, so that its work and its death are its own.
+
+new --first call--> starting --> running --> dead --restart--> starting
+                        |           |          ^
+                        +-- fails --|----------+      close: from anywhere, for good
+
+A dead engine fails every call with the same story, its exit code and last words, until it is restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.engine.frames import START, Failed, Reply, Setup, error_from_wire, frame, read_frame
+from penstock.engine.remote import RemoteEngine
+from penstock.errors import InfrastructureFailure, PenstockError
+from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, PauseMode, WeightSource
+
+LAST_LINES = 20
+_LINE_LIMIT = 2000
+
+
+class ProcessEngine:
+    """The `Engine` port. Starts with the first call; use it from one event loop at a time."""
+
+    def __init__(self, setup: Setup, *, start_timeout_s: float = 300.0, close_timeout_s: float = 5.0) -> None:
+        self._setup = setup
+        self._start_timeout_s = start_timeout_s
+        self._close_timeout_s = close_timeout_s
+        self._child: _Child | None = None
+        self._starting: asyncio.Task[RemoteEngine] | None = None
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        return self._child.process.pid if self._child is not None else None
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        return await (await self._engine()).generate(request)
+
+    async def pause_generation(self, mode: PauseMode = "abort") -> None:
+        await (await self._engine()).pause_generation(mode)
+
+    async def continue_generation(self) -> None:
+        await (await self._engine()).continue_generation()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await (await self._engine()).abort(request_ids)
+
+    async def sleep(self) -> None:
+        await (await self._engine()).sleep()
+
+    async def wake(self) -> None:
+        await (await self._engine()).wake()
+
+    async def load_weights(self, source: WeightSource, model_step: int) -> LoadedWeights:
+        return await (await self._engine()).load_weights(source, model_step)
+
+    async def model_step(self) -> int:
+        return await (await self._engine()).model_step()
+
+    async def check_health(self) -> None:
+        await (await self._engine()).check_health()
+
+    async def stats(self) -> EngineStats:
+        return await (await self._engine()).stats()
+
+    async def restart(self) -> None:
+        """End the process, however it is, and start it anew: model step 0, nothing paused."""
+        if self._closed:
+            raise _closed()
+        await self._stop(grace_s=0.0)
+        await self._engine()
+
+    async def close(self) -> None:
+        """Ask the process to end, kill it after `close_timeout_s`. Idempotent."""
+        self._closed = True
+        await self._stop(grace_s=self._close_timeout_s)
+
+    async def _engine(self) -> RemoteEngine:
+        """Starts the process if it was never started. Raises what kept it from starting."""
+        if self._closed:
+            raise _closed()
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start(), name="start engine process")
+            self._starting.add_done_callback(_take_note)
+        try:
+            # Shielded: a caller that gives up does not end the start for the others.
+            return await asyncio.shield(self._starting)
+        except asyncio.CancelledError:
+            if self._starting is not None and self._starting.cancelled():
+                raise _closed() from None
+            raise
+
+    async def _start(self) -> RemoteEngine:
+        child = self._child = await _Child.start()
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                return await child.connect(self._setup)
+        except TimeoutError:
+            raise InfrastructureFailure(
+                f"the engine's process did not load {self._setup.model_dir} within {self._start_timeout_s:g} s"
+                f"{child.last_words()}",
+                reason="engine_start_deadline",
+            ) from None
+        finally:
+            if child.engine is None:
+                await child.end(grace_s=0.0)
+
+    async def _stop(self, *, grace_s: float) -> None:
+        starting, self._starting = self._starting, None
+        if starting is not None and not starting.done():
+            starting.cancel()
+            await asyncio.wait([starting])
+        child, self._child = self._child, None
+        if child is not None:
+            await child.end(grace_s=grace_s)
+
+
+class _Child:
+    """One process, the socket to it, and the last lines it wrote."""
+
+    def __init__(self, process: asyncio.subprocess.Process, channel: socket.socket) -> None:
+        self.process = process
+        self.engine: RemoteEngine | None = None
+        self._channel = channel
+        self._writer: asyncio.StreamWriter | None = None
+        self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._listening = asyncio.create_task(self._listen(), name=f"stderr of engine {process.pid}")
+
+    @classmethod
+    async def start(cls) -> _Child:
+        ours, theirs = socket.socketpair()
+        try:
+            # From the loop's own thread: the kernel ends a child with the thread that started it.
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "penstock.engine.server", str(theirs.fileno()), str(os.getpid())),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            message = f"the engine's process could not be started: {error}"
+            raise InfrastructureFailure(message, reason="engine_start") from error
+        finally:
+            theirs.close()
+        return cls(process, ours)
+
+    async def connect(self, setup: Setup) -> RemoteEngine:
+        """Returns when the model is loaded. Raises the error that the process met, as its own type."""
+        reader, self._writer = await asyncio.open_connection(sock=self._channel)
+        self._writer.write(frame(setup))
+        body = await read_frame(reader)
+        if body is None:
+            raise await self.death()
+        answer = msgspec.msgpack.decode(body, type=Reply | Failed)
+        if isinstance(answer, Failed):
+            error: PenstockError = error_from_wire(answer.error)
+            raise error
+        assert answer.number == START
+        self.engine = RemoteEngine(reader, self._writer, self.death)
+        return self.engine
+
+    async def death(self) -> InfrastructureFailure:
+        """Why the stream ended. A process that closed it and lives on is of no use: it is killed."""
+        try:
+            async with asyncio.timeout(1.0):
+                await self.process.wait()
+        except TimeoutError:
+            self._kill()
+            await self.process.wait()
+        await asyncio.wait([self._listening], timeout=1.0)
+        code = self.process.returncode
+        assert code is not None
+        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        return InfrastructureFailure(f"the engine's process {how}{self.last_words()}", reason="engine_died")
+
+    def last_words(self) -> str:
+        return "".join(f"\n  {line}" for line in self._lines)
+
+    async def end(self, *, grace_s: float) -> None:
+        """The process is gone when this returns."""
+        if self.engine is not None:
+            await self.engine.close()
+        elif self._writer is not None:
+            self._writer.close()
+        else:
+            self._channel.close()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.process.wait()
+        except TimeoutError:
+            self._kill()
+        finally:
+            self._kill()  # also when this is cancelled; harmless when it is gone
+        await self.process.wait()
+        await asyncio.wait([self._listening], timeout=1.0)
+        self._listening.cancel()
+
+    def _kill(self) -> None:
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def _listen(self) -> None:
+        assert self.process.stderr is not None
+        rest = b""
+        while chunk := await self.process.stderr.read(1 << 16):
+            *lines, rest = (rest + chunk).split(b"\n")
+            rest = rest[-_LINE_LIMIT:]
+            self._lines.extend(line[-_LINE_LIMIT:].decode(errors="replace") for line in lines if line.strip())
+        if rest.strip():
+            self._lines.append(rest.decode(errors="replace"))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _closed() -> InfrastructureFailure:
+    return InfrastructureFailure("the engine was closed", reason="engine_closed")
+
+
+def _take_note(task: asyncio.Task[RemoteEngine]) -> None:
+    """A start that nobody waits for any more may still fail, which asyncio would report as never retrieved."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,355 @@
+"""The engine in a process of its own: the contract over the wire, and what happens to the process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import torch
+from engine_contract import CONTRACT, LONG, CharacterTokenizer, Subject, Tensors, ask, has_made, ids_of
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from penstock.engine import EmbeddedEngineConfig
+from penstock.engine.controller import RolloutController, RolloutControllerConfig
+from penstock.engine.frames import MAX_FRAME, Call, Failed, Reply, Setup, error_from_wire, error_to_wire, frame
+from penstock.engine.process import ProcessEngine
+from penstock.engine.remote import RemoteEngine
+from penstock.engine.server import serve
+from penstock.errors import (
+    ConfigError,
+    DataFailure,
+    EngineUnavailable,
+    InfrastructureFailure,
+    ModelError,
+    RunError,
+    WeightSyncError,
+)
+from penstock.rollout import FinishReason
+from penstock.weights import DiskChannel, SharedMemoryChannel
+
+DEADLINE = 120.0
+"""For a whole test with real processes, which take seconds to import torch on a busy machine."""
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(DEADLINE):
+            await test()
+
+    asyncio.run(bounded())
+
+
+@pytest.fixture(scope="module")
+def served_dir(model_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with the tokenizer that `CharacterTokenizer` is, and an end-of-text that is never made."""
+    directory = tmp_path_factory.mktemp("served") / "llama"
+    shutil.copytree(model_dirs["llama"], directory)
+    vocabulary = {chr(32 + i): i for i in range(96)} | {"<end>": 96}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>").save_pretrained(directory)
+    return directory
+
+
+def process_engine(directory: Path) -> ProcessEngine:
+    config = EmbeddedEngineConfig(max_running=6, prefill_chunk_tokens=64, process=True)
+    engine = config.build(str(directory), CharacterTokenizer(), threads=1)
+    assert isinstance(engine, ProcessEngine)
+    return engine
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+# Over the wire, without a process: the same frames, server and client.
+
+
+class Wired:
+    """A `RemoteEngine` whose server runs in this event loop. It connects with the first call."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._connecting: asyncio.Task[RemoteEngine] | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    def __getattr__(self, method: str) -> Any:
+        async def call(*arguments: Any) -> Any:
+            self._connecting = self._connecting or asyncio.create_task(self._connect())
+            return await getattr(await self._connecting, method)(*arguments)
+
+        return call
+
+    async def _connect(self) -> RemoteEngine:
+        ours, theirs = socket.socketpair()
+        self._serving = asyncio.create_task(serve(*await asyncio.open_connection(sock=theirs), self._make()))
+
+        async def why_ended() -> InfrastructureFailure:
+            return InfrastructureFailure("the server ended", reason="engine_died")
+
+        return RemoteEngine(*await asyncio.open_connection(sock=ours), why_ended)
+
+    async def close(self) -> None:
+        if self._connecting is not None:
+            await (await self._connecting).close()
+        if self._serving is not None:
+            await self._serving
+
+
+@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
+def test_the_contract_holds_over_the_wire(
+    check: Callable[[Subject], Awaitable[None]], subjects: dict[str, Subject]
+) -> None:
+    inner = subjects["llama"]
+    subject = Subject(
+        make=lambda: Wired(inner.make),  # type: ignore[arg-type, return-value]
+        other_weights=inner.other_weights,
+        reference=inner.reference,
+    )
+    asyncio.run(check(subject))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InfrastructureFailure("the thread died", reason="engine died"),
+        DataFailure("too long", reason="context too long"),
+        WeightSyncError("refused"),
+        ModelError(["no config.json", "no weights"]),
+        ConfigError("max_running is 0"),
+        RunError("cannot sleep"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_arrive_as_what_they_were(error: Exception) -> None:
+    arrived = error_from_wire(error_to_wire(error))
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert getattr(arrived, "reason", None) == getattr(error, "reason", None)
+
+
+def test_an_error_that_is_not_ours_is_the_engines_failure() -> None:
+    arrived = error_from_wire(error_to_wire(ZeroDivisionError("division by zero")))
+    assert isinstance(arrived, InfrastructureFailure)
+    assert str(arrived) == "ZeroDivisionError: division by zero"
+    assert arrived.reason == "engine_error"
+
+
+def test_a_method_that_is_not_of_the_port_cannot_be_called(subjects: dict[str, Subject]) -> None:
+    async def test() -> None:
+        ours, theirs = socket.socketpair()
+        serving = asyncio.create_task(
+            serve(*await asyncio.open_connection(sock=theirs), subjects["llama"].make())
+        )
+        reader, writer = await asyncio.open_connection(sock=ours)
+        for method in ("close", "__class__", "_call"):
+            writer.write(frame(Call(1, method, msgspec.Raw(msgspec.msgpack.encode(())))))
+        answers = []
+        for _ in range(4):
+            size = int.from_bytes(await reader.readexactly(4), "big")
+            answers.append(msgspec.msgpack.decode(await reader.readexactly(size), type=Reply | Failed))
+        assert isinstance(answers[0], Reply)
+        for answer in answers[1:]:
+            assert isinstance(answer, Failed)
+            assert "unknown method" in answer.error.message
+        writer.close()
+        await serving
+
+    run(test)
+
+
+def test_a_stream_that_is_no_stream_of_frames_fails_all_that_is_open() -> None:
+    async def test() -> None:
+        for garbage in (b"\xff" * 64, (4).to_bytes(4, "big") + b"\xc1\xc1\xc1\xc1", (MAX_FRAME + 1).to_bytes(4, "big")):
+            ours, theirs = socket.socketpair()
+
+            async def why_ended() -> InfrastructureFailure:
+                return InfrastructureFailure("the process lives on", reason="engine_died")
+
+            engine = RemoteEngine(*await asyncio.open_connection(sock=ours), why_ended)
+            asking = asyncio.create_task(engine.generate(ask("a")))
+            theirs.sendall(garbage)
+            with pytest.raises(InfrastructureFailure, match="cannot be read"):
+                await asking
+            with pytest.raises(InfrastructureFailure):
+                await engine.check_health()
+            await engine.close()
+            theirs.close()
+
+    run(test)
+
+
+# Real processes.
+
+
+def test_an_engine_in_its_own_process_answers_as_the_one_in_this(served_dir: Path, subjects: dict[str, Subject]) -> None:
+    subject = subjects["llama"]
+
+    async def test() -> None:
+        here, there = subject.make(), process_engine(served_dir)
+        try:
+            for step in (0, 5):
+                if step:
+                    for engine in (here, there):
+                        await engine.load_weights(subject.other_weights, step)
+                asked = [ask(f"{i}", seed=i, max_tokens=20, stop=("ab", "c")) for i in range(8)]
+                ours, theirs = (
+                    await asyncio.gather(*(engine.generate(request) for request in asked)) for engine in (here, there)
+                )
+                assert [ids_of(completion) for completion in ours] == [ids_of(completion) for completion in theirs]
+                assert {step for completion in theirs for step, _ in completion.steps} == {step}
+            waiting = [asyncio.create_task(there.generate(ask(f"{i}", max_tokens=LONG))) for i in range(256)]
+            await has_made(there, 1000)
+            await there.pause_generation("abort")
+            completions = await asyncio.gather(*waiting)
+            assert {completion.finish_reason for completion in completions} == {FinishReason.ABORT}
+            pid = there.pid
+        finally:
+            await here.close()
+            await there.close()
+        assert pid is not None and is_gone(pid)
+        with pytest.raises(InfrastructureFailure, match="closed"):
+            await there.generate(ask("late"))
+
+    run(test)
+
+
+def test_weights_reach_a_process_through_memory_and_through_files(
+    served_dir: Path, tmp_path: Path, subjects: dict[str, Subject]
+) -> None:
+    weights = subjects["llama"].other_weights
+
+    async def test() -> None:
+        engine = process_engine(served_dir)
+        shared, disk = SharedMemoryChannel(engine), DiskChannel(engine, tmp_path / "weights")
+        try:
+            for step, channel in enumerate((shared, disk, shared, shared), start=1):
+                scaled = Tensors({name: tensor * (1 + step / 8) for name, tensor in weights.state.items()})
+                published = await channel.publish(scaled, step)
+                assert (published.model_step, await engine.model_step()) == (step, step)
+                assert published.num_bytes == sum(tensor.nbytes for tensor in weights.state.values())
+                assert published.bytes_per_second > 0
+                assert (await engine.generate(ask("a", max_tokens=4))).steps == ((step, 4),)
+            name = next(iter(weights.state))
+            with pytest.raises(WeightSyncError, match="kept"):
+                await shared.publish(Tensors({name: weights.state[name]}), 9)
+            assert await engine.model_step() == 4
+        finally:
+            await shared.close()
+            await engine.close()
+
+    run(test)
+
+
+def test_a_killed_process_fails_what_it_owes_and_can_be_restarted(served_dir: Path) -> None:
+    async def test() -> None:
+        engine = process_engine(served_dir)
+        try:
+            asking = [asyncio.create_task(engine.generate(ask(f"{i}", max_tokens=LONG))) for i in range(20)]
+            await has_made(engine, 20)
+            assert engine.pid is not None
+            os.kill(engine.pid, signal.SIGKILL)
+            for outcome in await asyncio.gather(*asking, return_exceptions=True):
+                assert isinstance(outcome, InfrastructureFailure)
+                assert outcome.reason == "engine_died"
+                assert "SIGKILL" in str(outcome)
+            with pytest.raises(InfrastructureFailure, match="SIGKILL"):
+                await engine.check_health()
+            await engine.restart()
+            await engine.check_health()
+            assert await engine.model_step() == 0
+            assert len(ids_of(await engine.generate(ask("a", max_tokens=7)))) == 7
+        finally:
+            await engine.close()
+
+    run(test)
+
+
+def test_a_model_that_cannot_be_loaded_is_refused_with_the_processs_own_words(served_dir: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(served_dir, broken)
+    (broken / "model.safetensors").write_bytes(b"not weights")
+
+    async def test() -> None:
+        engine = process_engine(broken)
+        try:
+            outcomes = await asyncio.gather(
+                engine.check_health(), engine.generate(ask("a")), return_exceptions=True
+            )
+            assert [type(outcome) for outcome in outcomes] == [ModelError, ModelError]
+            assert str(broken) in str(outcomes[0])
+            with pytest.raises(ModelError):
+                await engine.check_health()
+        finally:
+            await engine.close()
+
+    run(test)
+
+
+def test_a_process_that_does_not_start_in_time_is_killed(served_dir: Path) -> None:
+    async def test() -> None:
+        setup = Setup(config={}, model_dir=str(served_dir), stop_ids=())
+        engine = ProcessEngine(setup, start_timeout_s=0.05)
+        asking = asyncio.create_task(engine.check_health())
+        with pytest.raises(InfrastructureFailure, match=r"within 0.05 s") as failure:
+            await asking
+        assert failure.value.reason == "engine_start_deadline"
+        assert engine.pid is not None and is_gone(engine.pid)
+        await engine.close()
+
+    run(test)
+
+
+def test_closing_while_the_process_starts_leaves_nothing(served_dir: Path) -> None:
+    async def test() -> None:
+        engine = process_engine(served_dir)
+        asking = asyncio.create_task(engine.check_health())
+        while engine.pid is None:  # noqa: ASYNC110 - the start of a process has no event
+            await asyncio.sleep(0.001)
+        pid = engine.pid
+        await engine.close()
+        with pytest.raises(InfrastructureFailure, match="closed"):
+            await asking
+        assert is_gone(pid)
+
+    run(test)
+
+
+def test_the_engines_process_dies_with_a_trainer_that_is_killed(served_dir: Path) -> None:
+    program = textwrap.dedent(f"""
+        import asyncio
+        from penstock.engine.frames import Setup
+        from penstock.engine.process import ProcessEngine
+
+        async def main():
+            engine = ProcessEngine(Setup(config={{}}, model_dir={str(served_dir)!r}, stop_ids=(), threads=1))
+            await engine.check_health()
+            print(engine.pid, flush=True)
+            await asyncio.sleep(1000)
+
+        asyncio.run(main())
+    """)
+    trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    try:
+        engine = psutil.Process(int(trainer.stdout.readline()))
+    finally:
+        trainer.kill()
+        trainer.wait()
+        trainer.stdout.close()
+    psutil.wait_procs([engine], timeout=20)
+    assert is_gone(engine.pid)

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.replay.codec import (
+    ModelSteps,
+    StoredGroup,
+    checksum,
+    content_checksum,
+    decode_statuses,
+    encode_draw,
+    encode_rollouts,
+    encode_statuses,
+    model_steps,
+)
+from penstock.rollout import Failure, FinishReason, Group, Prompt, RolloutState, Status, Tokens, Turn, Verdict
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+words = st.text(max_size=8)
+prompts = st.builds(
+    Prompt,
+    messages=st.lists(st.dictionaries(words, plain, max_size=2), max_size=2).map(tuple),
+    ids=st.binary(max_size=8),
+    ground_truth=plain,
+    data_source=words,
+    tools=st.lists(st.dictionaries(words, plain, max_size=2), max_size=2).map(tuple),
+    extra_info=st.dictionaries(words, plain, max_size=3),
+)
+
+
+@st.composite
+def rollouts(draw: Any, prompt: Prompt) -> RolloutState:
+    tokens = Tokens()
+    for step, n in draw(st.lists(st.tuples(st.integers(-1, 9), st.integers(1, 3)), max_size=3)):
+        logprobs = draw(st.lists(st.floats(width=32), min_size=n, max_size=n))
+        tokens = tokens.append(range(n), logprobs, model_step=step, trained=draw(st.booleans()))
+    turns = st.builds(Turn, words, st.integers(0, 9), st.none() | st.sampled_from(FinishReason), words)
+    return RolloutState(
+        prompt=prompt,
+        task_name="t",
+        group_id="t:7",
+        rollout_id=draw(words),
+        draw=7,
+        response=tokens,
+        response_text=draw(words),
+        turns=tuple(draw(st.lists(turns, max_size=2))),
+        finish_reason=draw(st.none() | st.sampled_from(FinishReason)),
+        reward=draw(
+            st.none()
+            | st.builds(
+                Verdict, st.floats(allow_nan=False), st.dictionaries(words, st.floats(allow_nan=False)), st.none() | words
+            )
+        ),
+        status=draw(st.sampled_from(Status)),
+        num_tries=draw(st.integers(0, 5)),
+        infrastructure_failures=draw(st.integers(0, 5)),
+        data_failures=draw(st.integers(0, 5)),
+        group_generate_time_s=draw(st.floats(0, 1e6)),
+        error=draw(st.none() | st.builds(Failure, words, words, st.booleans())),
+    )
+
+
+whole_groups = prompts.flatmap(lambda prompt: st.lists(rollouts(prompt), min_size=1, max_size=3))
+
+
+@given(whole_groups)
+def test_a_group_comes_back_as_it_was(group: Group) -> None:
+    statuses = tuple(rollout.status for rollout in group)
+    stored = StoredGroup("t", "t:7", 7, encode_draw(group), encode_rollouts(group))
+    assert decode_statuses(encode_statuses(statuses)) == statuses
+    back = stored.decode(statuses)
+    assert back == group
+    assert all(rollout.prompt is back[0].prompt for rollout in back)
+
+
+def test_every_field_of_a_rollout_is_stored() -> None:
+    """A field added to the record and not to the ledger would be lost at a restart."""
+    beside = {"prompt", "task_name", "group_id", "draw", "status", "response"}
+    tokens = {"ids", "logprobs", "mask", "steps"}
+    from penstock.replay.codec import StoredRollout
+
+    assert set(StoredRollout.__struct_fields__) == set(RolloutState.__struct_fields__) - beside | tokens
+    assert set(Tokens.__struct_fields__) == tokens
+
+
+def test_a_drawn_group_comes_back_with_its_ids_and_nothing_else(groups: Any) -> None:
+    group = groups.new(7, "t", k=3)
+    back = StoredGroup("t", "t:7", 7, encode_draw(group), None).decode((Status.ABORTED,) * 3)
+    for rollout in group:
+        rollout.status = Status.ABORTED
+    assert back == group
+
+
+def test_statuses_that_do_not_fit_the_rollouts_are_refused(groups: Any) -> None:
+    group = groups.new(1)
+    with pytest.raises(ValueError, match="shorter"):
+        StoredGroup("t", "t:1", 1, encode_draw(group), None).decode((Status.ABORTED,))
+
+
+def test_the_model_steps_are_those_that_decide_the_expiry(groups: Any) -> None:
+    group = groups.new(1, k=3)
+    assert model_steps(group) == ModelSteps(None, None, None)
+    group[0].response = Tokens().append([1], [0.0], model_step=2).append([1], [0.0], model_step=9)
+    group[1].response = Tokens().append([1], [0.0], model_step=5)
+    assert model_steps(group) == ModelSteps(2, 5, 9)
+
+
+@given(st.binary(min_size=1, max_size=64), st.data())
+def test_one_flipped_bit_changes_the_checksum(content: bytes, data: st.DataObject) -> None:
+    bit = data.draw(st.integers(0, 8 * len(content) - 1))
+    flipped = bytearray(content)
+    flipped[bit // 8] ^= 1 << bit % 8
+    assert content_checksum(content, 1, None) != content_checksum(bytes(flipped), 1, None)
+    assert checksum(1, "a", None) != checksum(2, "a", None)
