@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -89,6 +89,14 @@ class WeightSource(Protocol):
     """Weights to load: names as in the Hugging Face state dict, tensors on any device."""
 
     def tensors(self) -> Iterator[tuple[str, Any]]: ...
+
+
+@runtime_checkable
+class KeptWeights(WeightSource, Protocol):
+    """Weights that stay readable after their sync, until the next: what a restarted engine is given."""
+
+    @property
+    def checksum(self) -> str: ...
 
 
 class LoadedWeights(msgspec.Struct, frozen=True, kw_only=True):

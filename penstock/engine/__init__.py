@@ -1,8 +1,14 @@
 """Text generation: engines behind the `Engine` port.
 
-`EmbeddedEngineConfig` builds the engine that needs nothing but torch. Importing this package imports no torch.
+`EmbeddedEngineConfig` builds the engine that needs nothing but torch, in this process or its own;
+`RolloutControllerConfig` builds the one door to several engines. Importing this package imports no torch.
+
+torch_engine/  the engine itself
+process.py     the same in its own process; frames.py, remote.py and server.py are the wire between them
+controller.py  the one door; routing.py gives requests to engines, health.py knows their state, recovery.py brings
+               them back
 """
 
-from penstock.engine.config import EmbeddedEngineConfig
+from penstock.engine.config import EmbeddedEngineConfig, RolloutControllerConfig
 
-__all__ = ["EmbeddedEngineConfig"]
+__all__ = ["EmbeddedEngineConfig", "RolloutControllerConfig"]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Literal
 
 import pydantic
 
 from penstock.config import Config
 from penstock.ports import Engine, Tokenizer
+
+if TYPE_CHECKING:
+    from penstock.engine.controller import RolloutController
 
 
 class EmbeddedEngineConfig(Config):
@@ -59,3 +62,35 @@ class EmbeddedEngineConfig(Config):
             threads=threads,
         )
         return ProcessEngine(setup)
+
+
+class RolloutControllerConfig(Config):
+    """The one door to several engines: how many requests each takes, and how long anything may take."""
+
+    max_requests_per_engine: int = pydantic.Field(default=256, ge=1)
+    """Requests given to one engine at a time; more wait in the controller."""
+    request_timeout_s: float = pydantic.Field(default=300.0, gt=0)
+    """For one engine to answer one request; then another engine is asked."""
+    control_timeout_s: float = pydantic.Field(default=30.0, gt=0)
+    """For an engine to pause, continue, abort, sleep or wake."""
+    load_timeout_s: float = pydantic.Field(default=240.0, gt=0)
+    start_timeout_s: float = pydantic.Field(default=300.0, gt=0)
+    """For an engine to start, load its model and the current weights."""
+    unavailable_timeout_s: float = pydantic.Field(default=45.0, gt=0)
+    """How long requests wait when no engine is active; then the run stops."""
+    probe_interval_s: float = pydantic.Field(default=2.0, gt=0)
+    probe_retry_s: float = pydantic.Field(default=0.5, gt=0)
+    """From a failed health check to the next."""
+    probe_timeout_s: float = pydantic.Field(default=10.0, gt=0)
+    """An engine answers after its current step: longer than the longest step."""
+    failures_to_fence: int = pydantic.Field(default=3, ge=1)
+    """Failed health checks, or failed requests, in a row."""
+    recovery_retry_s: float = pydantic.Field(default=2.0, gt=0)
+    """From a failed recovery to the next."""
+
+    def build(self, engines: Mapping[str, Engine], *, model_step: int = 0) -> RolloutController:
+        """`model_step` is what the engines serve when they start."""
+        from penstock.engine.controller import RolloutController
+
+        self.check()
+        return RolloutController(engines, self, model_step=model_step)

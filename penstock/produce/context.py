@@ -188,8 +188,11 @@ class ProduceContext:
             discard_expired=rule.discard_expired,
         )
         if status is Status.COMPLETED:
-            self._runtime.failures.group_passed()
             self._runtime.group_seconds.append(group[0].group_generate_time_s)
+        if stored is Status.COMPLETED:
+            self._runtime.failures.group_passed()
+        elif status is Status.COMPLETED:
+            self._runtime.failures.group_too_late()
         return stored is Status.COMPLETED
 
     # Inside.

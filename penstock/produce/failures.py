@@ -31,7 +31,7 @@ class FailurePolicyConfig(Config):
     breaker_share: float = pydantic.Field(default=0.5, gt=0, le=1)
     """The run stops when more than this share of a full window failed."""
     max_filtered_in_a_row: int = pydantic.Field(default=1000, ge=1)
-    """The run stops when this many groups in a row were filtered and none passed."""
+    """The run stops when this many groups in a row were filtered, or too stale as they finished, and none passed."""
 
 
 class FailurePolicy:
@@ -39,7 +39,7 @@ class FailurePolicy:
         self.config = config
         self.dead_letters = dead_letters
         self._recent: deque[bool] = deque(maxlen=config.breaker_window)
-        self._filtered_in_a_row = 0
+        self._unusable_in_a_row = 0
         self._last_failure = ""
 
     def may_retry(self, rollout: RolloutState) -> bool:
@@ -87,17 +87,27 @@ class FailurePolicy:
 
     def group_passed(self) -> None:
         self._recent.append(False)
-        self._filtered_in_a_row = 0
+        self._unusable_in_a_row = 0
 
     def group_filtered(self, function: str) -> None:
         """Raises CircuitOpen when nothing passes any more."""
+        self._unusable(
+            f"the last was filtered by {function}; the task may be too easy or too hard for the model. "
+            "Change the filter or the data."
+        )
+
+    def group_too_late(self) -> None:
+        """A group finished and was too stale already. Raises CircuitOpen when all are."""
+        self._unusable(
+            "the last was too stale as it finished; the engines may serve older weights than were sent to them, or "
+            "answers take longer than max_staleness allows."
+        )
+
+    def _unusable(self, why: str) -> None:
         self._recent.append(False)
-        self._filtered_in_a_row += 1
-        if self._filtered_in_a_row >= self.config.max_filtered_in_a_row:
-            raise CircuitOpen(
-                f"{function} filtered {self._filtered_in_a_row} groups in a row and none passed; "
-                "the task may be too easy or too hard for the model. Change the filter or the data."
-            )
+        self._unusable_in_a_row += 1
+        if self._unusable_in_a_row >= self.config.max_filtered_in_a_row:
+            raise CircuitOpen(f"{self._unusable_in_a_row} finished groups in a row could not be used, {why}")
 
 
 class DeadLetters:

@@ -20,7 +20,7 @@ answer = SingleTurnAgentLoopConfig(sample_params=SampleParams(max_tokens=8))
 
 trainer = RLDisaggregatedTrainerConfig(
     model="tiny",
-    engine=EmbeddedEngineConfig(max_running=128),
+    engine=EmbeddedEngineConfig(max_running=128, process=True),
     train=TrainWorkerConfig(lr=1e-3),
     manager=AgentLoopManagerConfig(
         tasks=[

@@ -31,9 +31,13 @@ class SqliteDisk:
     def connect(self, path: Path) -> Connection:
         # Autocommit: transactions are begun and ended in words. The writer's thread takes the connection over.
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA busy_timeout = 5000")
-        # A long reader lets the log grow; afterwards it shrinks to this.
-        connection.execute("PRAGMA journal_size_limit = 67108864")
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("PRAGMA busy_timeout = 5000")
+            # A long reader lets the log grow; afterwards it shrinks to this.
+            connection.execute("PRAGMA journal_size_limit = 67108864")
+        except BaseException:
+            connection.close()
+            raise
         return connection

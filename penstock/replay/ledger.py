@@ -108,9 +108,9 @@ class Ledger:
         Raises LedgerError when it is held by another process, damaged, or of a format that cannot be read, and
         StorageError when a new one cannot be written.
         """
-        run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / LEDGER_FILE
         try:
+            run_dir.mkdir(parents=True, exist_ok=True)
             lock = RunLock(run_dir / LOCK_FILE)
         except OSError as error:
             raise StorageError(f"{run_dir} cannot be written: {error}") from error
@@ -131,7 +131,7 @@ class Ledger:
             lock.release()
             if isinstance(error, sqlite3.OperationalError | OSError):
                 raise StorageError(f"{path} cannot be opened: {error}") from error
-            if isinstance(error, sqlite3.DatabaseError):
+            if isinstance(error, schema.DAMAGE):
                 raise schema.damaged(path, str(error)) from error
             raise
 
@@ -152,7 +152,7 @@ class Ledger:
             if position is not None:
                 check_lineage(self._connection, checkpoint_step, position, self.path)
             snapshot = read_snapshot(self._connection, checkpoint_step, self.path)
-        except (sqlite3.DatabaseError, ValueError, KeyError) as error:
+        except schema.DAMAGE as error:
             raise schema.damaged(self.path, f"{type(error).__name__}: {error}") from error
         self._loaded = True
         if self._position:

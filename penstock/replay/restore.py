@@ -14,11 +14,14 @@ from typing import Any
 import msgspec
 
 from penstock.errors import LedgerError
-from penstock.replay.codec import StoredGroup, checksum, content_checksum, decode_statuses
+from penstock.replay.codec import StoredGroup, checksum, content_checksum, decode_statuses, encode_statuses
 from penstock.replay.disk import Connection
 from penstock.replay.lifecycle import DiscardReason, GroupState
 from penstock.replay.schema import damaged
 from penstock.rollout import Status
+
+UNPLAYED = encode_statuses((Status.INIT, Status.ABORTED))
+"""Statuses that a rollout can have without ever having had content."""
 
 
 class HeldGroup(msgspec.Struct, frozen=True):
@@ -82,6 +85,9 @@ def read_snapshot(connection: Connection, checkpoint_step: int, path: Path) -> S
     snapshot.position = last_event(connection)
     if snapshot.position != events:
         raise damaged(path, f"the last event is {snapshot.position}, but the groups know of {events}")
+    (drawn,) = connection.execute("SELECT coalesce(max(sequence) + 1, 0) FROM events").fetchone()
+    if drawn != snapshot.next_sequence:
+        raise damaged(path, f"{drawn} groups were drawn, {snapshot.next_sequence} are there")
     for _, reason, tokens in checked_rows(connection, "waste", path):
         snapshot.wasted[reason] += tokens
     snapshot.cursors = dict(checked_rows(connection, "cursors", path))
@@ -134,6 +140,8 @@ def _held(connection: Connection, checkpoint_step: int, path: Path) -> Iterator[
                 f"{path}: group {group_id!r} ({state} at step {train_step}) has no content any more; checkpoint "
                 f"{checkpoint_step} is older than what the ledger keeps. Resume from a later checkpoint"
             )
+        if rollouts is None and (tokens or set(statuses) - set(UNPLAYED)):
+            raise damaged(path, f"the rollouts of group {group_id!r} are missing")
         if content_checksum(drawn, sequence) != drawn_crc:
             raise damaged(path, f"the prompt of group {group_id!r} does not have its checksum")
         if rollouts is not None and content_checksum(rollouts, sequence, oldest, oldest_newest) != rollouts_crc:

@@ -51,6 +51,9 @@ TABLES = (
         crc INTEGER NOT NULL) STRICT""",
 )
 
+DAMAGE = (sqlite3.DatabaseError, ValueError, KeyError)
+"""What reading a damaged file raises: SQLite's own words, or text and state names that are none any more."""
+
 MIGRATIONS: dict[int, Callable[[Connection], None]] = {}
 """From each older format that can still be read, the step to the next one."""
 
@@ -107,7 +110,7 @@ def check_structure(connection: Connection, path: Path) -> None:
     """Raises LedgerError with what SQLite found wrong. The rows' checksums are looked at where the rows are read."""
     try:
         problems = [row[0] for row in connection.execute("PRAGMA quick_check(10)")]
-    except sqlite3.DatabaseError as error:
+    except DAMAGE as error:
         problems = [str(error)]
     if problems != ["ok"]:
         raise damaged(path, "; ".join(problem.replace("\n", " ") for problem in problems))

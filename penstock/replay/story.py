@@ -35,7 +35,7 @@ def open_read_only(path: Path) -> Iterator[Connection]:
         connection.execute("BEGIN")
         schema.check_format(connection, file)
         yield connection
-    except sqlite3.DatabaseError as error:
+    except schema.DAMAGE as error:
         raise schema.damaged(file, str(error)) from error
     finally:
         connection.close()
@@ -195,7 +195,7 @@ def _connect(file: Path) -> sqlite3.Connection:
         if log.exists() and log.stat().st_size:
             raise LedgerError(f"{file} cannot be read: {error}; copy the run directory and look at the copy") from error
         connection = sqlite3.connect(uri + "&immutable=1", uri=True, isolation_level=None)
-    except sqlite3.DatabaseError as error:
+    except schema.DAMAGE as error:
         raise schema.damaged(file, str(error)) from error
     return connection
 

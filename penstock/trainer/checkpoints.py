@@ -22,6 +22,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ import msgspec
 
 from penstock.errors import CheckpointError, StorageError
 from penstock.trainer.files import Files
-from penstock.trainer.manifest import MANIFEST, Manifest, damage, looks_whole, read_manifest, start_checksums
+from penstock.trainer.manifest import HASH_THREADS, MANIFEST, Manifest, damage, looks_whole, read_manifest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,8 +82,8 @@ class CheckpointStore:
 
     def newest(self) -> Checkpoint:
         """The newest that is whole; `skipped` tells of newer ones that are not. Raises CheckpointError when none is."""
-        skipped = self._missing_latest()
         candidates = self._candidates()
+        skipped = self._missing_latest(candidates)
         for path in candidates:
             try:
                 checkpoint = self.open(path)
@@ -205,19 +206,22 @@ class CheckpointStore:
         self, path: Path, step: int, tensors: dict[str, dict[str, Tensor]], texts: dict[str, bytes], config_hash: str
     ) -> None:
         self._files.mkdir(path)
-        for name, entry in tensors.items():
-            self._files.write_tensors(path / f"{name}{SAFETENSORS}", entry)
-        for file, content in texts.items():
-            self._files.write(path / file, content)
-        written = [path / f"{name}{SAFETENSORS}" for name in tensors] + [path / file for file in texts]
-        # The processor sums while the disk flushes.
-        sums = start_checksums(written, self._files)
-        for file_path in written:
-            self._files.flush(file_path)
-        by_name = {file.name: running.result() for file, running in zip(written, sums, strict=True)}
-        for name, entry in tensors.items():
-            if not _same(path / f"{name}{SAFETENSORS}", entry):
-                raise OSError(f"{name} on the disk is not what was given; something changed it while it was written")
+        entries = {path / f"{name}{SAFETENSORS}": entry for name, entry in tensors.items()}
+        # A file is summed while the next one is written, and while all are flushed and compared.
+        with ThreadPoolExecutor(HASH_THREADS) as pool:
+            sums = {}
+            for file, entry in entries.items():
+                self._files.write_tensors(file, entry)
+                sums[file] = pool.submit(self._files.checksum, file)
+            for name, content in texts.items():
+                self._files.write(path / name, content)
+                sums[path / name] = pool.submit(self._files.checksum, path / name)
+            for file in sums:
+                self._files.flush(file)
+            for file, entry in entries.items():
+                if not _same(file, entry):
+                    raise OSError(f"{file.name} is not what was given; something changed it while it was written")
+            by_name = {file.name: running.result() for file, running in sums.items()}
         self._files.write(path / MANIFEST, Manifest(step=step, config_hash=config_hash, files=by_name).encode())
         self._files.flush(path / MANIFEST)
         self._files.flush(path)
@@ -313,7 +317,7 @@ class CheckpointStore:
     def _hidden(self, *prefixes: str) -> list[Path]:
         return sorted(path for path in self.directory.iterdir() if path.name.startswith(prefixes))
 
-    def _missing_latest(self) -> list[str]:
+    def _missing_latest(self, candidates: list[Path]) -> list[str]:
         try:
             name = self._files.read(self.directory / LATEST).decode(errors="replace").strip()
         except OSError:
@@ -321,7 +325,8 @@ class CheckpointStore:
             return []
         if not _STEP.fullmatch(name):
             return [f"{self.directory / LATEST} is damaged: it says {name[:40]!r}"]
-        return [] if (self.directory / name).exists() else [f"{self.directory / name} is missing; {LATEST} names it"]
+        there = any(name == path.name.removeprefix(REPLACED) for path in candidates)
+        return [] if there else [f"{self.directory / name} is missing; {LATEST} names it"]
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -331,11 +336,10 @@ def config_hash(config: Mapping[str, Any]) -> str:
 
 def weights_sums(model_dir: Path) -> dict[str, str]:
     """SHA-256 of each file of weights in a model directory: what checkpoint 0 says of the weights it does not hold."""
-    found = sorted(path for path in model_dir.iterdir() if path.suffix in WEIGHT_SUFFIXES)
     try:
-        return {
-            p.name: running.result().sha256 for p, running in zip(found, start_checksums(found, Files()), strict=True)
-        }
+        found = sorted(path for path in model_dir.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+        with ThreadPoolExecutor(HASH_THREADS) as pool:
+            return {path.name: sums.sha256 for path, sums in zip(found, pool.map(Files().checksum, found), strict=True)}
     except OSError as error:
         raise StorageError(f"the weights in {model_dir} cannot be read: {error}") from error
 
@@ -351,6 +355,8 @@ def _same(path: Path, tensors: dict[str, Tensor]) -> bool:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    # As integers: NaN is equal to itself.
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     try:
         saved = load_file(path)
     except SafetensorError:
@@ -358,7 +364,7 @@ def _same(path: Path, tensors: dict[str, Tensor]) -> bool:
     return saved.keys() == tensors.keys() and all(
         saved[name].dtype == tensor.dtype
         and saved[name].shape == tensor.shape
-        and torch.equal(saved[name].reshape(-1).view(torch.uint8), tensor.cpu().reshape(-1).view(torch.uint8))
+        and torch.equal(saved[name].view(bits[tensor.itemsize]), tensor.cpu().view(bits[tensor.itemsize]))
         for name, tensor in tensors.items()
     )
 

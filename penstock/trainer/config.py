@@ -97,6 +97,8 @@ class RLColocateTrainerConfig(RLTrainerConfig):
 class RLDisaggregatedTrainerConfig(RLTrainerConfig):
     """A producer in the background and the trainer in front of it, each on devices of its own."""
 
+    engine: EmbeddedEngineConfig = EmbeddedEngineConfig(process=True)
+
     def threads(self) -> tuple[int | None, int | None]:
         """Both work at once, so they divide the cores."""
         cores = self.cpu_threads or os.cpu_count() or 2

@@ -6,8 +6,7 @@ It names every other file with its size and checksum, and ends with a checksum o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -18,7 +17,7 @@ from penstock.trainer.files import Files, FileSum
 FORMAT = 1
 MANIFEST = "manifest.json"
 
-_HASH_THREADS = 4
+HASH_THREADS = 4
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,20 +54,20 @@ def read_manifest(path: Path, files: Files) -> Manifest:
 
 
 def damage(path: Path, manifest: Manifest, files: Files, *, from_disk: bool = False) -> list[str]:
-    """What is wrong with the files of the checkpoint in `path`; every byte is read."""
-    sums = start_checksums([path / name for name in manifest.files], files, from_disk=from_disk)
-    found = []
-    for (name, expected), running in zip(manifest.files.items(), sums, strict=True):
+    """What is wrong with the files of the checkpoint in `path`; every byte is read, `from_disk` as in `checksum`."""
+
+    def look(name: str) -> str | None:
+        expected = manifest.files[name]
         try:
-            actual = running.result()
+            actual = files.checksum(path / name, from_disk=from_disk)
         except OSError as error:
-            found.append(f"{path}: {name} cannot be read: {error}")
-            continue
+            return f"{path}: {name} cannot be read: {error}"
         if actual.size != expected.size:
-            found.append(f"{path}: {name} has {actual.size} bytes, {expected.size} were written")
-        elif actual != expected:
-            found.append(f"{path}: {name} is damaged: its checksum is not the one of what was written")
-    return found
+            return f"{path}: {name} has {actual.size} bytes, {expected.size} were written"
+        return None if actual == expected else f"{path}: {name} is damaged: it does not match its checksum"
+
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        return [problem for problem in pool.map(look, manifest.files) if problem is not None]
 
 
 def looks_whole(path: Path, files: Files) -> bool:
@@ -78,16 +77,6 @@ def looks_whole(path: Path, files: Files) -> bool:
         return all((path / name).stat().st_size == expected.size for name, expected in manifest.files.items())
     except (CheckpointError, OSError):
         return False
-
-
-def start_checksums(paths: Sequence[Path], files: Files, *, from_disk: bool = False) -> list[Future[FileSum]]:
-    """In threads, one file each."""
-    # Not a `with`: leaving it would wait for the checksums.
-    pool = ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="checksum")
-    try:
-        return [pool.submit(files.checksum, path, from_disk=from_disk) for path in paths]
-    finally:
-        pool.shutdown(wait=False)
 
 
 class _Format(msgspec.Struct):

@@ -17,7 +17,7 @@ from penstock.replay import ReplayBuffer
 from penstock.trainer.config import RLTrainerConfig
 from penstock.trainer.display import Display
 from penstock.trainer.evaluator import Evaluator
-from penstock.weights import InProcessChannel
+from penstock.weights import InProcessChannel, SharedMemoryChannel
 
 EVAL_SEED = 1_000_003
 """Added to the run's seed, so that evaluation does not replay the random numbers of training."""
@@ -34,6 +34,7 @@ class Parts(msgspec.Struct, kw_only=True):
 
     async def close(self) -> None:
         await self.engine.close()
+        await self.channel.close()
         await self.judgers.close()
         await self.buffer.close()
 
@@ -103,7 +104,9 @@ def build_parts(config: RLTrainerConfig, run_dir: Path, display: Display) -> Par
     )
     return Parts(
         engine=engine,
-        channel=InProcessChannel(engine, timeout_s=config.sync_timeout_s),
+        channel=(SharedMemoryChannel if config.engine.process else InProcessChannel)(
+            engine, timeout_s=config.sync_timeout_s
+        ),
         judgers=opened.judgers,
         worker=worker,
         buffer=buffer,

@@ -26,17 +26,16 @@ def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def restore_rng(tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
     """Raises CheckpointError, nothing changed, when they are not what `rng_state` gave or a device is missing."""
-    import torch
-
     before = rng_state()
+    missing = sorted(tensors.keys() - before[0].keys())
+    if missing:
+        raise CheckpointError(f"the random number generators of {missing} were saved; there is no such device here")
     try:
         _restore(tensors, state)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         _restore(*before)
-        devices = 1 + (torch.cuda.device_count() if torch.cuda.is_available() else 0)
         raise CheckpointError(
-            f"the state of the random number generators cannot be used here ({len(tensors)} devices saved, "
-            f"{devices} present): {type(error).__name__}: {error}"
+            f"the state of the random number generators cannot be used: {type(error).__name__}: {error}"
         ) from error
 
 

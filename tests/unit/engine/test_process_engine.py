@@ -10,20 +10,19 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import psutil
 import pytest
-import torch
 from engine_contract import CONTRACT, LONG, CharacterTokenizer, Subject, Tensors, ask, has_made, ids_of
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from penstock.engine import EmbeddedEngineConfig
-from penstock.engine.controller import RolloutController, RolloutControllerConfig
+from penstock.engine import EmbeddedEngineConfig, RolloutControllerConfig
+from penstock.engine.controller import RolloutController
 from penstock.engine.frames import MAX_FRAME, Call, Failed, Reply, Setup, error_from_wire, error_to_wire, frame
 from penstock.engine.process import ProcessEngine
 from penstock.engine.remote import RemoteEngine
@@ -152,9 +151,7 @@ def test_an_error_that_is_not_ours_is_the_engines_failure() -> None:
 def test_a_method_that_is_not_of_the_port_cannot_be_called(subjects: dict[str, Subject]) -> None:
     async def test() -> None:
         ours, theirs = socket.socketpair()
-        serving = asyncio.create_task(
-            serve(*await asyncio.open_connection(sock=theirs), subjects["llama"].make())
-        )
+        serving = asyncio.create_task(serve(*await asyncio.open_connection(sock=theirs), subjects["llama"].make()))
         reader, writer = await asyncio.open_connection(sock=ours)
         for method in ("close", "__class__", "_call"):
             writer.write(frame(Call(1, method, msgspec.Raw(msgspec.msgpack.encode(())))))
@@ -196,7 +193,9 @@ def test_a_stream_that_is_no_stream_of_frames_fails_all_that_is_open() -> None:
 # Real processes.
 
 
-def test_an_engine_in_its_own_process_answers_as_the_one_in_this(served_dir: Path, subjects: dict[str, Subject]) -> None:
+def test_an_engine_in_its_own_process_answers_as_the_one_in_this(
+    served_dir: Path, subjects: dict[str, Subject]
+) -> None:
     subject = subjects["llama"]
 
     async def test() -> None:
@@ -207,9 +206,8 @@ def test_an_engine_in_its_own_process_answers_as_the_one_in_this(served_dir: Pat
                     for engine in (here, there):
                         await engine.load_weights(subject.other_weights, step)
                 asked = [ask(f"{i}", seed=i, max_tokens=20, stop=("ab", "c")) for i in range(8)]
-                ours, theirs = (
-                    await asyncio.gather(*(engine.generate(request) for request in asked)) for engine in (here, there)
-                )
+                ours = await asyncio.gather(*(here.generate(request) for request in asked))
+                theirs = await asyncio.gather(*(there.generate(request) for request in asked))
                 assert [ids_of(completion) for completion in ours] == [ids_of(completion) for completion in theirs]
                 assert {step for completion in theirs for step, _ in completion.steps} == {step}
             waiting = [asyncio.create_task(there.generate(ask(f"{i}", max_tokens=LONG))) for i in range(256)]
@@ -287,9 +285,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_with_the_processs_own_words(se
     async def test() -> None:
         engine = process_engine(broken)
         try:
-            outcomes = await asyncio.gather(
-                engine.check_health(), engine.generate(ask("a")), return_exceptions=True
-            )
+            outcomes = await asyncio.gather(engine.check_health(), engine.generate(ask("a")), return_exceptions=True)
             assert [type(outcome) for outcome in outcomes] == [ModelError, ModelError]
             assert str(broken) in str(outcomes[0])
             with pytest.raises(ModelError):
@@ -353,3 +349,107 @@ def test_the_engines_process_dies_with_a_trainer_that_is_killed(served_dir: Path
         trainer.stdout.close()
     psutil.wait_procs([engine], timeout=20)
     assert is_gone(engine.pid)
+
+
+# Two processes behind the controller.
+
+LIMITS = RolloutControllerConfig(probe_interval_s=0.5, probe_retry_s=0.1, probe_timeout_s=30.0, recovery_retry_s=0.5)
+
+
+async def until(controller: RolloutController, name: str, state: str) -> None:
+    while controller.states()[name] != state:  # noqa: ASYNC110 - seen from outside, as a user would
+        await asyncio.sleep(0.01)
+
+
+def test_killed_engines_are_fenced_their_work_is_done_elsewhere_and_they_return_with_the_current_weights(
+    served_dir: Path, subjects: dict[str, Subject]
+) -> None:
+    subject = subjects["llama"]
+
+    async def test() -> None:
+        engines = {"one": process_engine(served_dir), "two": process_engine(served_dir)}
+        controller = LIMITS.build(engines)
+        channel = SharedMemoryChannel(controller)
+        try:
+            for name in engines:
+                await until(controller, name, "active")
+            await channel.publish(subject.other_weights, 3)
+            expected = await asyncio.gather(
+                *(controller.generate(ask(f"{i}", seed=i, max_tokens=400)) for i in range(12))
+            )
+            made = (await controller.stats()).generated_tokens
+
+            # While serving.
+            asking = [asyncio.create_task(controller.generate(ask(f"{i}", seed=i, max_tokens=400))) for i in range(12)]
+            await has_made(controller, made + 12)
+            kill(engines["one"])
+            answers = await asyncio.gather(*asking)
+            assert [ids_of(answer) for answer in answers] == [ids_of(answer) for answer in expected]
+            await until(controller, "one", "active")
+            assert await engines["one"].model_step() == 3
+            assert {step for answer in answers for step, _ in answer.steps} == {3}
+
+            # While idle.
+            kill(engines["two"])
+            async with asyncio.timeout(10):
+                while controller.states()["two"] == "active":  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert (await controller.generate(ask("a", max_tokens=5))).steps == ((3, 5),)
+            await until(controller, "two", "active")
+            assert await engines["two"].model_step() == 3
+        finally:
+            await controller.close()
+            await channel.close()
+        assert all(engine.pid is None for engine in engines.values())
+
+    run(test)
+
+
+def kill(engine: ProcessEngine) -> None:
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGKILL)
+
+
+def test_when_the_last_engine_is_gone_and_cannot_return_the_error_names_every_engine(
+    served_dir: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(served_dir, directory)
+
+    async def test() -> None:
+        engines = {"one": process_engine(directory), "two": process_engine(directory)}
+        controller = LIMITS.build(engines)
+        try:
+            for name in engines:
+                await until(controller, name, "active")
+            (directory / "model.safetensors").write_bytes(b"gone")
+            asking = asyncio.create_task(controller.generate(ask("a", max_tokens=LONG)))
+            await has_made(controller, 1)
+            for engine in engines.values():
+                kill(engine)
+            with pytest.raises(EngineUnavailable) as error:
+                await asking
+            for name in engines:
+                assert f"{name} is fenced: " in str(error.value)
+            with pytest.raises(EngineUnavailable):
+                await controller.generate(ask("b"))
+            with pytest.raises(InfrastructureFailure, match="no engine is active"):
+                await controller.check_health()
+        finally:
+            await controller.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
+def test_the_contract_holds_for_the_controller(
+    check: Callable[[Subject], Awaitable[None]], subjects: dict[str, Subject]
+) -> None:
+    inner = subjects["llama"]
+    config = RolloutControllerConfig(max_requests_per_engine=16)
+    subject = Subject(
+        make=lambda: config.build({"only": inner.make()}),
+        other_weights=inner.other_weights,
+        reference=inner.reference,
+    )
+    asyncio.run(check(subject))

@@ -56,7 +56,10 @@ def rollouts(draw: Any, prompt: Prompt) -> RolloutState:
         reward=draw(
             st.none()
             | st.builds(
-                Verdict, st.floats(allow_nan=False), st.dictionaries(words, st.floats(allow_nan=False)), st.none() | words
+                Verdict,
+                st.floats(allow_nan=False),
+                st.dictionaries(words, st.floats(allow_nan=False)),
+                st.none() | words,
             )
         ),
         status=draw(st.sampled_from(Status)),

@@ -28,7 +28,9 @@ def test_a_second_process_is_refused_with_pid_and_host_and_a_killed_one_holds_no
         [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with pytest.raises(LedgerError, match=rf"process {holder.pid} on host {socket.gethostname()}; end that process"):
+        with pytest.raises(
+            LedgerError, match=rf"process {holder.pid} on host {socket.gethostname()}; end that process"
+        ):
             RunLock(path)
         holder.send_signal(signal.SIGKILL)
         holder.wait()

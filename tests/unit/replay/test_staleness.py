@@ -23,7 +23,7 @@ def rollout(*model_steps: tuple[int, int], status: Status = Status.COMPLETED) ->
 
 
 def is_expired(found: RolloutState, rule: StaleRule, train_step: int) -> bool:
-    """Expired for this step or for one before: what expired once is not trained later, though its old tokens be masked."""
+    """Expired for this step or for one before: what expired once is not trained later."""
     return any(_is_expired_for(found, rule, step) for step in range(1, train_step + 1))
 
 
@@ -60,7 +60,9 @@ def test_a_version_from_a_lost_lineage_is_not_negative() -> None:
 
 
 @given(runs, rules, st.integers(1, 40))
-def test_the_step_of_expiry_agrees_with_the_definition(model_steps: list[Any], rule: StaleRule, train_step: int) -> None:
+def test_the_step_of_expiry_agrees_with_the_definition(
+    model_steps: list[Any], rule: StaleRule, train_step: int
+) -> None:
     found = rollout(*model_steps)
     assert (rule.expires_at(found) <= train_step) == is_expired(found, rule, train_step)
 

@@ -124,7 +124,9 @@ def test_a_failure_is_final_and_has_its_cause(
         disk.statements.extend(["before the fault"] * 4)
         disk.on_statement = fail
         for n in (2, 3):
-            with pytest.raises(StorageError, match="cannot be written: .*What was acknowledged before is there") as caught:
+            with pytest.raises(
+                StorageError, match=r"cannot be written: .*What was acknowledged before is there"
+            ) as caught:
                 await writer.wait(writer.submit(Row(n)))
             assert caught.value.__cause__ is error
         with pytest.raises(StorageError):
@@ -141,7 +143,7 @@ def test_a_full_disk_is_named_with_the_next_move(tmp_path: Path, connect: Any) -
         (pages,) = connection.execute("PRAGMA page_count").fetchone()
         connection.execute(f"PRAGMA max_page_count = {pages}")
         writer = ThreadWriter(connection, insert, tmp_path)
-        with pytest.raises(StorageError, match="database or disk is full.*free some space and resume"):
+        with pytest.raises(StorageError, match=r"database or disk is full.*free some space and resume"):
             for n in range(10_000):
                 await writer.wait(writer.submit(Row(n)))
         await writer.close()
@@ -157,7 +159,7 @@ def test_a_disk_that_hangs_has_failed(tmp_path: Path, connect: Any, new_disk: An
     async def main() -> None:
         writer = ThreadWriter(connect(disk), insert, tmp_path, wait_timeout_s=0.05)
         disk.on_statement = lambda sql: None if sql != "COMMIT" else _hold(go_on)
-        with pytest.raises(StorageError, match="did not take a write within 0.05 s"):
+        with pytest.raises(StorageError, match=r"did not take a write within 0.05 s"):
             await writer.wait(writer.submit(Row(1)))
         with pytest.raises(StorageError, match="did not take a write"):
             writer.submit(Row(2))

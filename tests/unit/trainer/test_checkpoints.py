@@ -6,7 +6,8 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,15 @@ class UnflushedFiles(Files):
 
     def flush(self, path: Path) -> None:
         assert path.exists()
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    # In memory where there is such a place: thousands of small files are rewritten here.
+    memory = Path("/dev/shm")
+    where = memory if os.access(memory, os.W_OK) else tmp_path_factory.mktemp("checkpoints")
+    with tempfile.TemporaryDirectory(dir=where) as directory:
+        yield Path(directory)
 
 
 @pytest.fixture
@@ -122,6 +132,20 @@ def test_strided_tensors_are_saved_and_changing_loaded_ones_leaves_the_file_alon
     assert torch.equal(loaded, strided)
     loaded.zero_()
     assert torch.equal(store.newest().tensors("model")["w"], strided)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+)
+def test_tensors_of_every_kind_come_back_nan_and_empty_ones_too(store: CheckpointStore, dtype: torch.dtype) -> None:
+    given = {"scalar": torch.tensor(1).to(dtype), "empty": torch.zeros(0, 4, dtype=dtype)}
+    if dtype.is_floating_point:
+        given["nan"] = torch.tensor([float("nan"), -0.0, float("inf")], dtype=dtype)
+    store.save(1, tensors={"t": given}, state={}, config={})
+    loaded = store.newest().tensors("t")
+    assert {name: (t.dtype, t.shape, repr(t.tolist())) for name, t in loaded.items()} == {
+        name: (t.dtype, t.shape, repr(t.tolist())) for name, t in given.items()
+    }
 
 
 def test_the_config_hash_ignores_the_order_of_keys_and_nothing_else() -> None:
@@ -353,7 +377,7 @@ def test_every_single_bit_of_a_manifest_matters(store: CheckpointStore) -> None:
     path = store.save(3, tensors={}, state={}, config={})
     shutil.copytree(path, store.directory / "best")
     for bit in range(8 * (path / "manifest.json").stat().st_size):
-        with pytest.raises(CheckpointError, match="manifest.json is damaged|format"):
+        with pytest.raises(CheckpointError, match=r"manifest\.json is damaged|format"):
             CheckpointStore(store.directory, files=FlippedManifest(bit)).open(store.directory / "best")
 
 
@@ -497,6 +521,9 @@ def test_killed_before_any_operation_the_previous_or_the_new_one_is_whole(
         assert (found.step, version) in allowed, k
         assert holds(found, found.step, version), k
         seen.add((found.step, version))
+        assert found.skipped == [], k
+        for path in directory.glob("step-*"):
+            store.open(path)
         # And the run goes on from there.
         save(store, 20)
         assert holds(store.newest(), 20), k

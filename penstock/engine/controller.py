@@ -1,0 +1,360 @@
+"""RolloutController: the one door to several engines, behind the `Engine` port of one.
+
+    generate ---> routing: the group's engine, or the least loaded ---> engine ---> answer checked ---> caller
+                     ^                                                     |
+                     +------- another engine, at most twice <-- failed, late, fenced, nonsense
+
+Control calls (pause, continue, abort, sleep, wake) go to all active engines at once, past every waiting request; an
+engine that does not obey in time is fenced. New weights are published when at least one engine confirms them; those
+that do not are fenced, and come back only with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from penstock.agent_loop.base import check_completion
+from penstock.engine.config import RolloutControllerConfig
+from penstock.engine.health import EngineState, Fleet, Member
+from penstock.engine.recovery import supervise
+from penstock.engine.routing import Router
+from penstock.errors import ConfigError, InfrastructureFailure, PenstockError, WeightSyncError
+from penstock.ports import (
+    Completion,
+    Engine,
+    EngineStats,
+    GenerateRequest,
+    KeptWeights,
+    LoadedWeights,
+    PauseMode,
+    WeightSource,
+)
+from penstock.rollout import FinishReason
+from penstock.weights.confirm import load_confirmed
+
+MAX_REROUTES = 2
+_NOTHING = Completion(ids=b"", logprobs=b"", finish_reason=FinishReason.ABORT, steps=())
+
+
+class RolloutController:
+    """Belongs to the event loop of its first call; the engines are supervised from then on."""
+
+    def __init__(
+        self, engines: Mapping[str, Engine], config: RolloutControllerConfig | None = None, *, model_step: int = 0
+    ) -> None:
+        if not engines:
+            raise ConfigError("RolloutController needs at least one engine")
+        self._config = config or RolloutControllerConfig()
+        self._fleet = Fleet(engines, self._config, model_step)
+        self._router = Router(self._fleet, self._config.max_requests_per_engine)
+        self._fleet.on_change = self._router.assign
+        self._supervisors: list[asyncio.Task[None]] = []
+        self._live: Counter[str] = Counter()
+        self._aborted: set[str] = set()
+        """Ids of live requests that were aborted; they are not given to another engine."""
+        self._syncing = asyncio.Lock()
+        self._closed = False
+
+    # Requests.
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Raises InfrastructureFailure when three engines failed, EngineUnavailable when none is there to ask."""
+        self._start()
+        self._live[request.request_id] += 1
+        try:
+            return await self._generate(request)
+        finally:
+            self._live[request.request_id] -= 1
+            if not self._live[request.request_id]:
+                del self._live[request.request_id]
+                self._aborted.discard(request.request_id)
+
+    async def _generate(self, request: GenerateRequest) -> Completion:
+        failed: list[str] = []
+        while True:
+            if self._fleet.pause == "abort" or request.request_id in self._aborted:
+                return _NOTHING
+            member = await self._router.take_place(request, failed)
+            if member is None:
+                return _NOTHING
+            try:
+                return await self._ask(member, request)
+            except InfrastructureFailure:
+                failed.append(member.name)
+                if self._closed or len(failed) > MAX_REROUTES:
+                    raise
+            finally:
+                self._router.leave(member)
+
+    async def _ask(self, member: Member, request: GenerateRequest) -> Completion:
+        """One engine's answer, checked. Whatever is wrong with it counts against that engine."""
+        oldest, times_fenced = self._fleet.published, member.times_fenced
+        timeout_s = self._config.request_timeout_s
+        try:
+            async with asyncio.timeout(None if self._fleet.pause == "keep" else timeout_s) as scope:
+                member.enter(scope)
+                try:
+                    completion = await member.engine.generate(request)
+                finally:
+                    member.leave(scope)
+            self._check(completion, request, member, oldest)
+        except TimeoutError:
+            if member.times_fenced == times_fenced:
+                failure = InfrastructureFailure(
+                    f"engine {member.name} did not answer {request.request_id} within {timeout_s:g} s",
+                    reason="engine_deadline",
+                )
+                self._count_failure(member, failure)
+            else:
+                failure = InfrastructureFailure(
+                    f"engine {member.name} was fenced: {member.last_failure}", reason="engine_fenced"
+                )
+            raise failure from None
+        except InfrastructureFailure as failed:
+            self._count_failure(member, failed)
+            raise
+        member.request_failures = 0
+        return completion
+
+    def _check(self, completion: Completion, request: GenerateRequest, member: Member, oldest: int) -> None:
+        if completion.ids or len(request.response_ids) < 4 * request.params.max_tokens:
+            check_completion(completion, request.request_id)
+        fleet = self._fleet
+        newest = fleet.published if fleet.loading_step is None else fleet.loading_step
+        known = range(min(oldest, newest, fleet.published), max(oldest, newest, fleet.published) + 1)
+        wrong = sorted({step for step, _ in completion.steps if step not in known})
+        if wrong:
+            failure = f"answered {request.request_id} with model step {wrong[0]}; published is {fleet.published}"
+            fleet.fence(member, failure)
+            raise InfrastructureFailure(f"engine {member.name} {failure}", reason="engine_nonsense")
+
+    def _count_failure(self, member: Member, failure: InfrastructureFailure) -> None:
+        if member.state is not EngineState.ACTIVE:
+            return
+        member.request_failures += 1
+        member.last_failure = str(failure)
+        member.attention.set()
+        if member.request_failures >= self._config.failures_to_fence:
+            self._fleet.fence(member, str(failure))
+
+    # Control.
+
+    async def pause_generation(self, mode: PauseMode = "abort") -> None:
+        self._start()
+        self._fleet.pause = mode
+        if mode == "abort":
+            self._router.abort()
+        for member in self._fleet.active:
+            member.set_deadlines(None)
+        await self._tell_all("pause", lambda engine: engine.pause_generation(mode))
+
+    async def continue_generation(self) -> None:
+        self._start()
+        # First, so that an engine that comes back meanwhile is not left paused.
+        self._fleet.pause = None
+        await self._tell_all("continue", lambda engine: engine.continue_generation())
+        for member in self._fleet.active:
+            member.set_deadlines(asyncio.get_running_loop().time() + self._config.request_timeout_s)
+        self._router.assign()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self._start()
+        self._aborted.update(name for name in request_ids if self._live[name])
+        self._router.abort(frozenset(request_ids))
+        await self._tell_all("abort", lambda engine: engine.abort(request_ids))
+
+    async def sleep(self) -> None:
+        self._start()
+        self._fleet.asleep = True
+        try:
+            await self._tell_all("sleep", lambda engine: engine.sleep())
+        except BaseException:
+            self._fleet.asleep = False
+            raise
+
+    async def wake(self) -> None:
+        self._start()
+        self._fleet.asleep = False
+        await self._tell_all("wake", lambda engine: engine.wake())
+
+    async def _tell_all(self, what: str, call: Callable[[Engine], Awaitable[None]]) -> None:
+        """All active engines at once. One that fails or is late is fenced; what it refuses, it refuses for all."""
+
+        async def tell(member: Member) -> None:
+            try:
+                async with asyncio.timeout(self._config.control_timeout_s):
+                    await call(member.engine)
+            except TimeoutError:
+                self._fleet.fence(member, f"did not {what} within {self._config.control_timeout_s:g} s")
+            except InfrastructureFailure as failure:
+                self._fleet.fence(member, f"did not {what}: {failure}")
+
+        outcomes = await asyncio.gather(*(tell(member) for member in self._fleet.active), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    # Weights.
+
+    async def load_weights(self, source: WeightSource, model_step: int) -> LoadedWeights:
+        """All active engines at once. Those that do not confirm are fenced.
+
+        Raises WeightSyncError when none confirms; `model_step()` is then what it was.
+        """
+        self._start()
+        async with self._syncing:
+            await self._until_active()
+            fleet = self._fleet
+            members = [member for member in fleet.members if member in fleet.active or member.awaits_weights]
+            fleet.begin_sync(members, model_step)
+            try:
+                failures = await self._load_into(members, source, model_step)
+                if len(failures) == len(members):
+                    story = "; ".join(f"{member.name}: {failure}" for member, failure in failures.items())
+                    raise WeightSyncError(f"weights {model_step}: no engine confirmed them. {story}")
+                fleet.published = model_step
+                fleet.kept = source if isinstance(source, KeptWeights) else None
+                for member, failure in failures.items():
+                    fleet.fence(member, failure)
+            except asyncio.CancelledError:
+                for member in members:
+                    fleet.fence(member, f"the sync of weights {model_step} was cancelled; it may have either")
+                raise
+            finally:
+                fleet.end_sync(members)
+            return LoadedWeights(model_step=model_step, checksum=_checksum(source))
+
+    async def _load_into(self, members: list[Member], source: WeightSource, model_step: int) -> dict[Member, str]:
+        """The members that did not confirm, and why."""
+
+        async def load(member: Member) -> str | None:
+            try:
+                async with asyncio.timeout(self._config.load_timeout_s):
+                    await load_confirmed(member.engine, source, model_step, _checksum(source))
+            except TimeoutError:
+                return f"did not load the weights within {self._config.load_timeout_s:g} s"
+            except PenstockError as error:
+                return str(error)
+            return None
+
+        outcomes = await asyncio.gather(*(load(member) for member in members))
+        failures = {m: failure for m, failure in zip(members, outcomes, strict=True) if failure is not None}
+        if len(failures) == len(members):
+            # Nothing was published, so an engine that kept the old weights may go on.
+            kept = await asyncio.gather(*(self._serves(member, self._fleet.published) for member in members))
+            for member, serves in zip(members, kept, strict=True):
+                if not serves:
+                    self._fleet.fence(member, failures[member])
+        return failures
+
+    async def _serves(self, member: Member, model_step: int) -> bool:
+        try:
+            async with asyncio.timeout(self._config.control_timeout_s):
+                return await member.engine.model_step() == model_step
+        except (TimeoutError, PenstockError):
+            return False
+
+    async def model_step(self) -> int:
+        """What was published: engines with other weights serve nothing."""
+        return self._fleet.published
+
+    # State.
+
+    def states(self) -> dict[str, EngineState]:
+        return {member.name: member.state for member in self._fleet.members}
+
+    async def check_health(self) -> None:
+        """Returns if an engine is active. Waits for the first to start."""
+        self._start()
+        if not self._fleet.active and any(member.last_failure for member in self._fleet.members):
+            raise InfrastructureFailure(f"no engine is active: {self._fleet.describe()}", reason="no_engine")
+        try:
+            await self._until_active()
+        except PenstockError as error:
+            raise InfrastructureFailure(str(error), reason="no_engine") from error
+
+    async def stats(self) -> EngineStats:
+        """Of all engines together. An engine that does not answer in time counts as it was last seen."""
+        self._start()
+        members = self._fleet.members
+        for member, stats in zip(members, await asyncio.gather(*map(self._stats_of, members)), strict=True):
+            member.stats = stats
+        shares = [member.stats.cache_use for member in self._fleet.active]
+        return EngineStats(
+            running=sum(member.stats.running for member in members),
+            waiting=sum(member.stats.waiting for member in members) + self._router.waiting,
+            generated_tokens=sum(member.tokens_before + member.stats.generated_tokens for member in members),
+            busy_seconds=sum(member.stats.busy_seconds for member in members),
+            cache_use=sum(shares) / len(shares) if shares else 0.0,
+        )
+
+    async def _stats_of(self, member: Member) -> EngineStats:
+        if member.state is EngineState.ACTIVE:
+            try:
+                async with asyncio.timeout(self._config.control_timeout_s):
+                    return await member.engine.stats()
+            except (TimeoutError, PenstockError):
+                pass
+        return member.stats
+
+    async def restart(self, name: str) -> None:
+        """Restart one engine, whatever its state; returns when it is active with the current weights.
+
+        Raises InfrastructureFailure when it is not within the deadline.
+        """
+        self._start()
+        member = next(member for member in self._fleet.members if member.name == name)
+        self._fleet.fence(member, "a restart was asked for")
+        timeout_s = self._config.start_timeout_s + self._config.recovery_retry_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                while member.state is not EngineState.ACTIVE:
+                    await self._fleet.changed.wait()
+        except TimeoutError:
+            message = f"engine {name} did not come back within {timeout_s:g} s: {member.last_failure}"
+            raise InfrastructureFailure(message, reason="engine_start_deadline") from None
+
+    async def close(self) -> None:
+        """End the supervision and close every engine. What is open fails. Idempotent."""
+        self._closed = True
+        self._fleet.stop()
+        for supervisor in self._supervisors:
+            supervisor.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
+        self._router.fail_all(_closed())
+
+        async def close(member: Member) -> None:
+            async with asyncio.timeout(self._config.control_timeout_s):
+                await member.engine.close()
+
+        outcomes = await asyncio.gather(*map(close, self._fleet.members), return_exceptions=True)
+        for member, outcome in zip(self._fleet.members, outcomes, strict=True):
+            member.state = EngineState.FENCED
+            member.last_failure = "closed" if outcome is None else f"closing failed: {outcome!r}"
+            member.set_deadlines(asyncio.get_running_loop().time())
+
+    def _start(self) -> None:
+        if self._closed:
+            raise _closed()
+        if not self._supervisors:
+            self._fleet.start()
+            self._supervisors = [
+                asyncio.create_task(supervise(member, self._fleet), name=f"supervise engine {member.name}")
+                for member in self._fleet.members
+            ]
+
+    async def _until_active(self) -> None:
+        while not self._fleet.active:
+            if self._fleet.unavailable is not None:
+                raise self._fleet.unavailable
+            await self._fleet.changed.wait()
+
+
+def _checksum(source: WeightSource) -> str | None:
+    return source.checksum if isinstance(source, KeptWeights) else None
+
+
+def _closed() -> InfrastructureFailure:
+    return InfrastructureFailure("the rollout controller was closed", reason="engine_closed")
