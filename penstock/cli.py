@@ -1,7 +1,8 @@
 """The `penstock` command.
 
-    penstock train RECIPE_OR_FILE [--set path.to.key=value ...] [--run-dir DIR]
+    penstock train RECIPE_OR_FILE [--set path.to.key=value ...] [--run-dir DIR] [--resume [CHECKPOINT | auto]]
     penstock eval RECIPE_OR_FILE --model PATH [--set ...]
+    penstock ledger RUN [GROUP] [--json]
     penstock recipes [show NAME | copy NAME [FILE]]
     penstock models [NAME]
 
@@ -18,6 +19,7 @@ import importlib
 import importlib.util
 import json
 import os
+import shlex
 import sys
 import traceback
 from asyncio import CancelledError
@@ -68,10 +70,23 @@ def train(options: argparse.Namespace) -> int:
     try:
         trainer: Any = config
         _begin_loading(trainer.model, display)
-        summary = trainer.build(run_dir=run_dir, display=display).fit()
-        return INTERRUPTED if summary.interrupted else 0
+        summary = trainer.build(run_dir=run_dir, display=display, resume=options.resume).fit()
     finally:
         display.close()
+    if summary.interrupted:
+        settings = "".join(f" --set {shlex.quote(setting)}" for setting in options.set)
+        print(f"Resume with: penstock train {options.config}{settings} --run-dir {run_dir} --resume")
+    return 0
+
+
+def ledger(options: argparse.Namespace) -> int:
+    from penstock.replay.story import group_story, ledger_summary, render_story, render_summary
+
+    whole = options.group is None
+    found = ledger_summary(options.run_dir) if whole else group_story(options.run_dir, options.group)
+    text = render_summary(found) if whole else render_story(found)
+    print(json.dumps(found, indent=2) if options.json else text)
+    return 0
 
 
 def evaluate(options: argparse.Namespace) -> None:
@@ -202,12 +217,25 @@ def _parser() -> argparse.ArgumentParser:
     place = command.add_mutually_exclusive_group()
     place.add_argument("--run-dir", type=Path, metavar="DIR", help="where the run is kept (default: runs/<recipe>)")
     place.add_argument("--next-run-dir", action="store_true", help="take runs/<recipe>-2, -3, ... when it exists")
+    command.add_argument(
+        "--resume",
+        nargs="?",
+        const="newest",
+        metavar="CHECKPOINT",
+        help="go on from the newest checkpoint of the run directory, or from this one; `auto` begins a run if none was",
+    )
     command.set_defaults(run=train)
 
     command = commands.add_parser("eval", help="evaluate a model as a recipe says, without training")
     _add_config(command)
     command.add_argument("--model", required=True, metavar="PATH", help="a model's directory or name")
     command.set_defaults(run=evaluate)
+
+    command = commands.add_parser("ledger", help="where every group of a run is, or the story of one")
+    command.add_argument("run_dir", type=Path, metavar="RUN")
+    command.add_argument("group", nargs="?", metavar="GROUP")
+    command.add_argument("--json", action="store_true")
+    command.set_defaults(run=ledger)
 
     command = commands.add_parser("recipes", help="list, show or copy the recipes")
     command.set_defaults(run=list_recipes)
@@ -243,9 +271,9 @@ def _run_dir(options: argparse.Namespace) -> Path:
     directory: Path = options.run_dir or Path("runs") / Path(options.config).stem
     if options.next_run_dir:
         return next_free(directory)
-    if _is_taken(directory):
+    if options.resume is None and _is_taken(directory):
         raise ConfigError(
-            f"{directory} exists and is not empty; name another with --run-dir {directory}-2, or remove it first"
+            f"{directory} exists and is not empty; go on with --resume, or name another with --run-dir {directory}-2"
         )
     return directory
 

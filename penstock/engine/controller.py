@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from penstock.agent_loop.base import check_completion
 from penstock.engine.config import RolloutControllerConfig
-from penstock.engine.health import EngineState, Fleet, Member
+from penstock.engine.health import DEAD, EngineState, Fleet, Member
 from penstock.engine.recovery import supervise
 from penstock.engine.routing import Router
 from penstock.errors import ConfigError, InfrastructureFailure, PenstockError, WeightSyncError
@@ -136,7 +136,7 @@ class RolloutController:
         member.request_failures += 1
         member.last_failure = str(failure)
         member.attention.set()
-        if member.request_failures >= self._config.failures_to_fence:
+        if member.request_failures >= self._config.failures_to_fence or failure.reason in DEAD:
             self._fleet.fence(member, str(failure))
 
     # Control.
@@ -266,7 +266,7 @@ class RolloutController:
         return {member.name: member.state for member in self._fleet.members}
 
     async def check_health(self) -> None:
-        """Returns if an engine is active. Waits for the first to start."""
+        """Returns if an active engine says that it is well. Waits for the first to start."""
         self._start()
         if not self._fleet.active and any(member.last_failure for member in self._fleet.members):
             raise InfrastructureFailure(f"no engine is active: {self._fleet.describe()}", reason="no_engine")
@@ -274,6 +274,17 @@ class RolloutController:
             await self._until_active()
         except PenstockError as error:
             raise InfrastructureFailure(str(error), reason="no_engine") from error
+        if not any(await asyncio.gather(*map(self._is_well, self._fleet.active))):
+            raise InfrastructureFailure(f"no engine is well: {self._fleet.describe()}", reason="no_engine")
+
+    async def _is_well(self, member: Member) -> bool:
+        try:
+            async with asyncio.timeout(self._config.probe_timeout_s):
+                await member.engine.check_health()
+        except (TimeoutError, PenstockError):
+            member.attention.set()
+            return False
+        return True
 
     async def stats(self) -> EngineStats:
         """Of all engines together. An engine that does not answer in time counts as it was last seen."""

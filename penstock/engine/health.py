@@ -15,6 +15,9 @@ from penstock.engine.config import RolloutControllerConfig
 from penstock.errors import EngineUnavailable
 from penstock.ports import Engine, EngineStats, KeptWeights, PauseMode
 
+DEAD = frozenset({"engine_died", "engine died", "engine_closed", "engine closed"})
+"""Reasons of failures after which nothing more can come from an engine; they need no series."""
+
 
 class EngineState(enum.StrEnum):
     ACTIVE = "active"

@@ -93,11 +93,12 @@ class ProcessEngine:
         if self._starting is None:
             self._starting = asyncio.create_task(self._start(), name="start engine process")
             self._starting.add_done_callback(_take_note)
+        starting = self._starting
         try:
             # Shielded: a caller that gives up does not end the start for the others.
-            return await asyncio.shield(self._starting)
+            return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            if self._starting is not None and self._starting.cancelled():
+            if starting.cancelled():
                 raise _closed() from None
             raise
 

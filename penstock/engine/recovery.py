@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol, runtime_checkable
 
-from penstock.engine.health import EngineState, Fleet, Member
+from penstock.engine.health import DEAD, EngineState, Fleet, Member
 from penstock.errors import InfrastructureFailure, RefusedError
 from penstock.ports import Engine, PauseMode
 from penstock.weights.confirm import load_confirmed
@@ -113,17 +113,17 @@ async def _watch(member: Member, fleet: Fleet) -> None:
         except TimeoutError:
             _probe_failed(member, fleet, f"no answer to a health check within {config.probe_timeout_s:g} s")
         except InfrastructureFailure as failure:
-            _probe_failed(member, fleet, _story(failure))
+            _probe_failed(member, fleet, _story(failure), dead=failure.reason in DEAD)
         else:
             member.probe_failures = 0
 
 
-def _probe_failed(member: Member, fleet: Fleet, failure: str) -> None:
+def _probe_failed(member: Member, fleet: Fleet, failure: str, *, dead: bool = False) -> None:
     if member.loading:  # it answers when it has its weights; loading has its own deadline
         return
     member.probe_failures += 1
     member.last_failure = failure
-    if member.probe_failures >= fleet.config.failures_to_fence:
+    if member.probe_failures >= fleet.config.failures_to_fence or dead:
         fleet.fence(member, failure)
 
 

@@ -19,7 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from safetensors import SafetensorError
+from transformers.utils.logging import disable_progress_bar
 
+from penstock.engine.config import EmbeddedEngineConfig
 from penstock.engine.frames import (
     METHODS,
     START,
@@ -32,6 +35,7 @@ from penstock.engine.frames import (
     frame,
     read_frame,
 )
+from penstock.errors import ModelError
 from penstock.models import load_tokenizer
 from penstock.ports import Engine, LoadedWeights, Tokenizer
 from penstock.weights.stored import StoredWeights
@@ -110,11 +114,14 @@ class _ModelTokenizer:
 
 
 def build(setup: Setup) -> Engine:
-    from penstock.engine.config import EmbeddedEngineConfig
-
+    """Raises ModelError when the files of the model cannot be used."""
+    disable_progress_bar()
     tokenizer = _ModelTokenizer(load_tokenizer(Path(setup.model_dir)), frozenset(setup.stop_ids))
     config = EmbeddedEngineConfig(**setup.config)
-    return config.build(setup.model_dir, tokenizer, deterministic=setup.deterministic, threads=setup.threads)
+    try:
+        return config.build(setup.model_dir, tokenizer, deterministic=setup.deterministic, threads=setup.threads)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(f"the model in {setup.model_dir} cannot be loaded: {error}") from error
 
 
 def main(descriptor: int, parent: int) -> None:

@@ -78,7 +78,7 @@ class TorchTrainWorker:
         try:
             with self._torch_settings():
                 for update in updates:
-                    self._update(update, on_policy=len(updates) == 1 and batch.max_staleness == 0, step=step)
+                    self._update(update, on_policy=len(updates) == 1 and batch.on_policy, step=step)
         except BaseException:
             if before is not None:
                 self._restore(before)
@@ -113,6 +113,15 @@ class TorchTrainWorker:
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield name, tensor.detach()
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take weights as `tensors` gave them. Raises RunError, nothing changed, when they are not of this model."""
+        own = dict(self.tensors())
+        wrong = [name for name in own.keys() | tensors.keys() if not _same_shape(own.get(name), tensors.get(name))]
+        if wrong:
+            raise RunError(f"the weights are not of {self._model_dir}: {sorted(wrong)[:3]} are missing or differ")
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
 
     def save_hf(self, directory: str) -> None:
         """Write a float32 model directory with its tokenizer. It appears under its name only when it is complete."""
@@ -296,3 +305,7 @@ class _StepMetrics:
             **self._mismatch.metrics(),
             **{f"seconds/{part}": seconds for part, seconds in self._seconds.items()},
         }
+
+
+def _same_shape(own: Tensor | None, other: Tensor | None) -> bool:
+    return own is not None and other is not None and own.shape == other.shape

@@ -35,7 +35,7 @@ from penstock.produce.split import split_batch
 from penstock.produce.strategy import ProduceBatchStatus
 from penstock.produce.task import Task
 from penstock.produce.watchdog import OnProgress, Watchdog
-from penstock.replay import GroupState, ReplayBuffer
+from penstock.replay import GroupState, ReplayBuffer, Restored
 from penstock.rollout import Group, Status
 
 T = TypeVar("T")
@@ -249,6 +249,13 @@ class AgentLoopManager:
         self.progress.mark_returned(self.buffer.return_lease(train_step))
         self.progress.begin_consume(train_step)
         await self.buffer.flush()
+
+    def resume(self, checkpoint_step: int, restored: Restored) -> None:
+        """Go on from what the buffer restored; then waits for `continue_produce`, or for the next colocated call."""
+        for name, task in self.tasks.items():
+            task.runtime.sampler.seek(restored.cursors.get(name, 0))
+        self.progress.restart(checkpoint_step, restored.trained)
+        self._model_step = checkpoint_step
 
     # Inside.
 

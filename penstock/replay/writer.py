@@ -147,6 +147,8 @@ class ThreadWriter(Generic[JobT]):
         self._submitted = 0
         self._durable = 0
         self._cause: BaseException | None = None
+        self._told = False
+        """Somebody heard of the failure."""
         self._closing = False
         self._hurry = False
         """Somebody waits for what is queued."""
@@ -192,14 +194,13 @@ class ThreadWriter(Generic[JobT]):
     async def close(self) -> None:
         """Raises StorageError when what was queued could not be written and nobody was told before."""
         with self._condition:
-            told = self._cause is not None
             self._closing = True
             self._condition.notify()
         await asyncio.to_thread(self._thread.join, self._wait_timeout_s)
         if self._thread.is_alive():
             raise explain(self._path, TimeoutError(f"the writer did not end within {self._wait_timeout_s:g} s"))
         with self._condition:
-            if not told:
+            if not self._told:
                 self._raise_failure()
 
     def _begin(self) -> None:
@@ -252,6 +253,7 @@ class ThreadWriter(Generic[JobT]):
             if self._cause is None:
                 self._cause = cause
             failed = [future for _, future in self._waiters]
+            self._told = self._told or bool(failed)
             self._waiters.clear()
             self._queue.clear()
             self._queued_bytes = 0
@@ -260,6 +262,7 @@ class ThreadWriter(Generic[JobT]):
 
     def _raise_failure(self) -> None:
         if self._cause is not None:
+            self._told = True
             raise explain(self._path, self._cause)
 
 

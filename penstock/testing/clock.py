@@ -139,7 +139,8 @@ def _cancel_all(loop: VirtualClockLoop) -> None:
         loop._turns_at_once = 0
         # Stopped early when the end of `main` was still in line as the run failed.
         with contextlib.suppress(RuntimeError, Hang):
-            return loop.run_until_complete(ending)
+            loop.run_until_complete(ending)
+            break
 
 
 async def _ended(tasks: set[asyncio.Task[Any]]) -> None:

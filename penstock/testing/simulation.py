@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import math
 import random
 from collections.abc import Callable
@@ -64,7 +65,11 @@ class Scenario(msgspec.Struct, kw_only=True):
 
 def simulate(seed: int) -> History:
     """Run one seed. Raises SimulationError with what went wrong and how to see it again."""
-    scenario = draw_scenario(seed)
+    return run_scenario(draw_scenario(seed))
+
+
+def run_scenario(scenario: Scenario) -> History:
+    seed = scenario.seed
     world = ScriptedWorld(
         scenario.tasks,
         batch_size=scenario.batch_size,
@@ -85,6 +90,18 @@ def simulate(seed: int) -> History:
             f"replay it with: python -m penstock.testing.simulation {seed}"
         ) from error
     return world.history
+
+
+def simulate_many(seeds: range) -> list[str]:
+    """Run these seeds; one text per bad one. Plain numbers in and out, so that processes can share the work."""
+    logging.getLogger("penstock").setLevel(logging.CRITICAL)
+    problems = []
+    for seed in seeds:
+        try:
+            simulate(seed)
+        except SimulationError as error:
+            problems.append(str(error))
+    return problems
 
 
 class _Run:

@@ -1,9 +1,10 @@
 """What both trainers share: the run directory, one train step, evaluation, logging, and how a run ends.
 
-A step, after its groups are there:  prepare -> save trajectories -> train -> commit
+A step, after its groups are there:  prepare -> save trajectories -> train -> commit -> checkpoint
 
-A train step that is refused (loss or gradient not finite) gives its groups back and is not counted; three in a row
-stop the run. The first SIGINT or SIGTERM lets the step finish and ends the run in order; the second stops it now.
+A run begins with checkpoint 0, before the first draw, or with the checkpoint it is resumed from. A train step that is
+refused (loss or gradient not finite) gives its groups back and is not counted; three in a row stop the run. The first
+SIGINT or SIGTERM lets the step finish and ends the run in order; the second stops it now. Both can be resumed.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import RefusedError, StepRefused, StorageError
+from penstock.errors import CheckpointError, RefusedError, StepRefused, StorageError
 from penstock.learn.batch import TrainBatch, prepare_batch
 from penstock.produce import ProduceBatchResult
 from penstock.rollout import Group
+from penstock.trainer.checkpoints import Checkpoint, weights_sums
 from penstock.trainer.config import RLTrainerConfig
 from penstock.trainer.display import Display
 from penstock.trainer.parts import Parts
+from penstock.trainer.resume import Beginning
+from penstock.trainer.rng import restore_rng, rng_state
 from penstock.trainer.trackers import Tracker
 from penstock.trainer.trajectories import Trajectories
 
@@ -70,11 +74,14 @@ class StageTimes:
 class RLTrainer:
     """Subclasses write `_run_steps`."""
 
-    def __init__(self, config: RLTrainerConfig, parts: Parts, run_dir: Path, display: Display) -> None:
+    def __init__(
+        self, config: RLTrainerConfig, parts: Parts, run_dir: Path, display: Display, beginning: Beginning
+    ) -> None:
         self.config = config
         self.parts = parts
         self.run_dir = run_dir
         self.summary = Summary()
+        self._beginning = beginning
         self._display = display
         self._trajectories = Trajectories(run_dir / "trajectories")
         self._trackers: list[Tracker] = []
@@ -99,13 +106,15 @@ class RLTrainer:
         self._display.start(f"{self.run_dir.name}: {self.config.model}", self.config.total_steps)
         with self._signals():
             try:
-                await self._evaluate(0)
+                await self._begin()
                 await self._run_steps()
-                self.summary.interrupted = self._stop_requested
+                self.summary.interrupted = self._stop_requested and self.summary.steps < self.config.total_steps
+                if self.summary.steps % self.config.checkpoint_interval:
+                    await self._checkpoint(self.summary.steps, {})
                 if not self.summary.interrupted and self.summary.steps % self.config.eval_interval:
                     await self._evaluate(self.summary.steps)
                 await self._export_hf()
-                self.summary.wall_seconds = time.perf_counter() - started
+                self.summary.wall_seconds += time.perf_counter() - started
                 self._write("summary.json", self.summary)
                 self._display.finish(msgspec.to_builtins(self.summary))
                 return self.summary
@@ -114,10 +123,71 @@ class RLTrainer:
                     tracker.close()
                 await self.parts.close()
 
+    # Beginning and going on.
+
+    async def _begin(self) -> None:
+        for note in self._beginning.notes:
+            self._display.note(note)
+        if self._beginning.checkpoint is None:
+            if self.parts.buffer.position:
+                raise CheckpointError(f"{self.run_dir}: its ledger holds groups, but there is no checkpoint left")
+            await self._checkpoint(0, {})
+            await self._evaluate(0)
+        else:
+            await self._restore(self._beginning.checkpoint)
+
+    async def _checkpoint(self, train_step: int, metrics: dict[str, float]) -> None:
+        """Everything a restart needs beside the ledger. `metrics` are those of a step that is not yet logged."""
+        self._display.stage("checkpoint")
+        await self.parts.buffer.flush()
+        rng_tensors, rng = rng_state()
+        state = {
+            "ledger_position": self.parts.buffer.position,
+            "rng": rng,
+            "summary": msgspec.to_builtins(self.summary),
+            "metrics": metrics,
+        }
+        tensors = {"rng": rng_tensors}
+        if train_step == 0:
+            state["weights"] = await asyncio.to_thread(weights_sums, self.parts.model_dir)
+        else:
+            tensors |= {"model": dict(self.parts.worker.tensors()), "optimizer": self.parts.worker.state_dict()}
+        store = self.parts.checkpoints
+        await asyncio.to_thread(store.save, train_step, tensors=tensors, state=state, config=self.config.describe())
+        await self.parts.buffer.prune(min(store.steps()))
+
+    async def _restore(self, checkpoint: Checkpoint) -> None:
+        """Weights, optimiser and random numbers of the checkpoint; every group from the ledger."""
+        state, step, worker = checkpoint.state, checkpoint.step, self.parts.worker
+        if step == 0:
+            if state["weights"] != await asyncio.to_thread(weights_sums, self.parts.model_dir):
+                raise CheckpointError(f"the weights in {self.parts.model_dir} are not those the run began with")
+        else:
+            worker.load_tensors(checkpoint.tensors("model"))
+            worker.load_state_dict(checkpoint.tensors("optimizer"))
+        # Before the ledger goes back: a later checkpoint must not be the newest of a lineage that was left.
+        self.parts.checkpoints.abandon_after(step)
+        rules = {name: task.runtime.stale_rule for name, task in self.parts.manager.tasks.items()}
+        restored = self.parts.buffer.restore(step, rules, position=state["ledger_position"])
+        self.parts.manager.resume(step, restored)
+        restore_rng(checkpoint.tensors("rng"), state["rng"])
+        self.summary = msgspec.convert(state["summary"], Summary)
+        self.summary.steps = step
+        if step:
+            await self.parts.channel.publish(worker, step)
+        for tracker in self._trackers:
+            tracker.resume(step)
+            if state["metrics"]:
+                tracker.log(step, state["metrics"])
+        returned = {found.value: n for found, n in restored.returned.items()}
+        self._display.note(f"at step {step}; groups given back: {returned or 'none'}")
+        if step % self.config.eval_interval == 0:
+            await self._evaluate(step)
+
     # One step.
 
     async def _train(self, result: ProduceBatchResult, train_step: int, times: StageTimes) -> dict[str, float] | None:
-        """Prepare, save trajectories, train, commit. None when the step was refused and its groups given back."""
+        """Prepare, save trajectories, train, commit, checkpoint. None when refused: the groups were given back."""
         with times.stage("prepare"):
             batch = self._prepare(result.groups, train_step)
             advantages = {answer.rollout_id: float(answer.advantages[0]) for answer in batch.answers}
@@ -138,7 +208,11 @@ class RLTrainer:
         await self.parts.manager.commit(train_step)
         self._refused_in_a_row = 0
         self.summary.steps = train_step
-        return batch.metrics | result.metrics() | {f"train/{name}": value for name, value in metrics.items()}
+        metrics = batch.metrics | result.metrics() | {f"train/{name}": value for name, value in metrics.items()}
+        if train_step % self.config.checkpoint_interval == 0:
+            with times.stage("checkpoint"):
+                await self._checkpoint(train_step, metrics)
+        return metrics
 
     def _prepare(self, groups: list[Group], train_step: int) -> TrainBatch:
         if self.config.deterministic:
@@ -201,8 +275,6 @@ class RLTrainer:
     def _open_run_dir(self) -> None:
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            if any(self.run_dir.iterdir()):
-                raise RefusedError(f"run directory {self.run_dir} is not empty; name another with --run-dir")
         except OSError as error:
             raise RefusedError(f"run directory {self.run_dir} cannot be used: {error}") from error
         self._write("config.json", self.config.describe())
@@ -237,7 +309,7 @@ class RLTrainer:
             if self._stop_requested:
                 main.cancel()
             self._stop_requested = True
-            self._display.note(f"{name}: finishing the step, then exporting the weights. Once more to stop now.")
+            self._display.note(f"{name}: finishing the step and writing a checkpoint. Once more to stop now.")
 
         signals = (signal.SIGINT, signal.SIGTERM)
         for number in signals:

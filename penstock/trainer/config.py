@@ -36,7 +36,7 @@ class RLTrainerConfig(Config):
     engine: EmbeddedEngineConfig = EmbeddedEngineConfig()
     train: TrainWorkerConfig = TrainWorkerConfig()
     manager: AgentLoopManagerConfig
-    replay_buffer: ReplayBufferConfig = ReplayBufferConfig()
+    replay_buffer: ReplayBufferConfig = ReplayBufferConfig(storage="sqlite")
     evaluator: EvaluatorConfig | None = None
     trackers: list[TrackerConfig] = [JsonlTrackerConfig(), TensorBoardTrackerConfig()]
     total_steps: int = pydantic.Field(ge=1)
@@ -45,6 +45,9 @@ class RLTrainerConfig(Config):
     sync_weights_interval: int = pydantic.Field(default=1, ge=1)
     eval_interval: int = pydantic.Field(default=10, ge=1)
     """Evaluate after every so many steps; always before the first and after the last."""
+    checkpoint_interval: int = pydantic.Field(default=10, ge=1)
+    """Checkpoint after every so many steps; always before the first and after the last."""
+    keep_checkpoints: int = pydantic.Field(default=2, ge=2)
     hf_interval: int | None = pydantic.Field(default=None, ge=1)
     """Export the weights in Hugging Face format after every so many steps; always after the last."""
     seed: int = 0
@@ -84,14 +87,14 @@ class RLTrainerConfig(Config):
 class RLColocateTrainerConfig(RLTrainerConfig):
     """Engine and trainer take turns on the same devices."""
 
-    def build(self, *, run_dir: Path | str, display: Display | None = None) -> RLColocateTrainer:
-        """Check everything, scan the datasets, load the model. Writes nothing. Raises RefusedError."""
+    def build(
+        self, *, run_dir: Path | str, display: Display | None = None, resume: str | None = None
+    ) -> RLColocateTrainer:
+        """See `build_trainer`."""
         from penstock.trainer.colocate import RLColocateTrainer
-        from penstock.trainer.parts import build_parts
+        from penstock.trainer.parts import build_trainer
 
-        self.check()
-        display = display or make_display(terminal=False)
-        return RLColocateTrainer(self, build_parts(self, Path(run_dir), display), Path(run_dir), display)
+        return build_trainer(self, RLColocateTrainer, Path(run_dir), display, resume)
 
 
 class RLDisaggregatedTrainerConfig(RLTrainerConfig):
@@ -119,14 +122,14 @@ class RLDisaggregatedTrainerConfig(RLTrainerConfig):
                     "a colocated run can end production early"
                 )
 
-    def build(self, *, run_dir: Path | str, display: Display | None = None) -> RLDisaggregatedTrainer:
-        """Check everything, scan the datasets, load the model. Writes nothing. Raises RefusedError."""
+    def build(
+        self, *, run_dir: Path | str, display: Display | None = None, resume: str | None = None
+    ) -> RLDisaggregatedTrainer:
+        """See `build_trainer`."""
         from penstock.trainer.disaggregated import RLDisaggregatedTrainer
-        from penstock.trainer.parts import build_parts
+        from penstock.trainer.parts import build_trainer
 
-        self.check()
-        display = display or make_display(terminal=False)
-        return RLDisaggregatedTrainer(self, build_parts(self, Path(run_dir), display), Path(run_dir), display)
+        return build_trainer(self, RLDisaggregatedTrainer, Path(run_dir), display, resume)
 
 
 def _sampling_problems(tasks: list[TaskSpecConfig]) -> Iterator[str]:

@@ -47,7 +47,7 @@ HARMLESS: dict[str, Harmless] = {
     "eval_interval": Harmless(_WATCHES),
     "hf_interval": Harmless(_WATCHES),
     "checkpoint_interval": Harmless("it decides how much is done again after a crash"),
-    "checkpoint_keep": Harmless("it decides how far back a run can go"),
+    "keep_checkpoints": Harmless("it decides how far back a run can go"),
     "trackers": Harmless(_WATCHES),
     "trackers.*": Harmless(_WATCHES),
     "cpu_threads": Harmless(_ROUNDING, unless="deterministic=true"),

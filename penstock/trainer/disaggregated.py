@@ -1,7 +1,7 @@
 """RLDisaggregatedTrainer: a producer in the background, the trainer in front of it, coupled by the replay buffer alone.
 
     step t:  wait for the batch of t  ||  the producer makes the next ones
-             -> prepare -> save trajectories -> train -> commit
+             -> prepare -> save trajectories -> train -> commit -> checkpoint
              -> every s steps, or when the producer's weights are too old: pause -> sync -> continue
              -> log -> evaluation of model step t starts beside training; the next sync waits for it
 
@@ -21,11 +21,14 @@ from penstock.trainer.base import RLTrainer, StageTimes
 from penstock.trainer.config import RLTrainerConfig
 from penstock.trainer.display import Display
 from penstock.trainer.parts import Parts
+from penstock.trainer.resume import Beginning
 
 
 class RLDisaggregatedTrainer(RLTrainer):
-    def __init__(self, config: RLTrainerConfig, parts: Parts, run_dir: Path, display: Display) -> None:
-        super().__init__(config, parts, run_dir, display)
+    def __init__(
+        self, config: RLTrainerConfig, parts: Parts, run_dir: Path, display: Display, beginning: Beginning
+    ) -> None:
+        super().__init__(config, parts, run_dir, display, beginning)
         self._evaluating: asyncio.Task[None] | None = None
         self._engine_clock = EngineClock()
 
@@ -33,9 +36,9 @@ class RLDisaggregatedTrainer(RLTrainer):
         manager = self.parts.manager
         producer = asyncio.create_task(manager.produce_loop(self.config.train_batch_size), name="produce loop")
         try:
-            await manager.continue_produce(0)
+            await manager.continue_produce(self.summary.steps)
             await self._engine_clock.idle_share(self.parts.engine)
-            train_step = 1
+            train_step = self.summary.steps + 1
             while train_step <= self.config.total_steps and not self._stop_requested:
                 if await self._step(train_step, StageTimes(self._display)):
                     train_step += 1
@@ -87,6 +90,11 @@ class RLDisaggregatedTrainer(RLTrainer):
         self._evaluating = asyncio.create_task(
             self._evaluate(model_step, shares_engine=True), name=f"evaluation of {model_step}"
         )
+
+    async def _checkpoint(self, train_step: int, metrics: dict[str, float]) -> None:
+        """A running evaluation ends first: nobody could ask these weights again after a restart."""
+        await self._finish_evaluation()
+        await super()._checkpoint(train_step, metrics)
 
     async def _finish_evaluation(self) -> None:
         evaluating, self._evaluating = self._evaluating, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -14,10 +15,14 @@ from penstock.ports import Engine, Tokenizer, WeightChannel
 from penstock.produce import AgentLoopManager, World, load_prompts
 from penstock.produce.watchdog import OnProgress
 from penstock.replay import ReplayBuffer
+from penstock.trainer.checkpoints import CheckpointStore
 from penstock.trainer.config import RLTrainerConfig
-from penstock.trainer.display import Display
+from penstock.trainer.display import Display, make_display
 from penstock.trainer.evaluator import Evaluator
+from penstock.trainer.resume import Beginning, find_beginning
 from penstock.weights import InProcessChannel, SharedMemoryChannel
+
+TrainerT = TypeVar("TrainerT", covariant=True)
 
 EVAL_SEED = 1_000_003
 """Added to the run's seed, so that evaluation does not replay the random numbers of training."""
@@ -31,6 +36,8 @@ class Parts(msgspec.Struct, kw_only=True):
     buffer: ReplayBuffer
     manager: AgentLoopManager
     evaluator: Evaluator | None
+    checkpoints: CheckpointStore
+    model_dir: Path
 
     async def close(self) -> None:
         await self.engine.close()
@@ -79,8 +86,33 @@ class _Opened:
         return lambda task, done, target, details: self.display.progress(task, done, target, **details)
 
 
-def build_parts(config: RLTrainerConfig, run_dir: Path, display: Display) -> Parts:
-    """Raises RefusedError before a weight is loaded when a name or a dataset is wrong. Writes nothing."""
+class NewTrainer(Protocol[TrainerT]):
+    """A trainer's class."""
+
+    def __call__(
+        self, config: RLTrainerConfig, parts: Parts, run_dir: Path, display: Display, beginning: Beginning
+    ) -> TrainerT: ...
+
+
+def build_trainer(
+    config: RLTrainerConfig,
+    trainer: NewTrainer[TrainerT],
+    run_dir: Path,
+    display: Display | None,
+    resume: str | None,
+) -> TrainerT:
+    """Check everything, find where to begin, scan the datasets, load the model, open the run directory; in that order.
+
+    Raises RefusedError; until the datasets are scanned nothing is written, and no weight is loaded.
+    """
+    config.check()
+    display = display or make_display(terminal=False)
+    checkpoints = CheckpointStore(run_dir / "checkpoints", keep=config.keep_checkpoints)
+    beginning = find_beginning(run_dir, resume, config.describe(), checkpoints)
+    return trainer(config, _build_parts(config, run_dir, display, checkpoints), run_dir, display, beginning)
+
+
+def _build_parts(config: RLTrainerConfig, run_dir: Path, display: Display, checkpoints: CheckpointStore) -> Parts:
     opened = _Opened(config, display)
     prompts = load_prompts(config.manager.task_list, opened.tokenizer, context=opened.context)
     worker = config.train.build(
@@ -90,7 +122,7 @@ def build_parts(config: RLTrainerConfig, run_dir: Path, display: Display) -> Par
         threads=config.threads()[0],
     )
     engine = opened.engine()
-    buffer = config.replay_buffer.build()
+    buffer = config.replay_buffer.build(run_dir)
     world = World(
         engine=engine,
         tokenizer=opened.tokenizer,
@@ -112,6 +144,8 @@ def build_parts(config: RLTrainerConfig, run_dir: Path, display: Display) -> Par
         buffer=buffer,
         manager=config.manager.build(world),
         evaluator=opened.evaluator(engine),
+        checkpoints=checkpoints,
+        model_dir=opened.model_dir,
     )
 
 

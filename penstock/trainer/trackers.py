@@ -20,6 +20,10 @@ class Tracker(Protocol):
         """Keep one step's metrics; in the file when it returns. Raises StorageError when it could not be written."""
         ...
 
+    def resume(self, step: int) -> None:
+        """A run goes on from `step`: what was logged for it and for later steps no longer holds."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -83,6 +87,17 @@ class JsonlTracker:
         if written != len(line):
             raise StorageError(f"step {step} could not be written to {self._path}: the disk is full")
 
+    def resume(self, step: int) -> None:
+        try:
+            kept = [line for line in self._path.read_bytes().splitlines(keepends=True) if _step_of(line) < step]
+            replacement = self._path.with_name(f".{self._path.name}")
+            replacement.write_bytes(b"".join(kept))
+            self._file.close()
+            replacement.replace(self._path)
+            self._file = self._path.open("ab", buffering=0)
+        except OSError as error:
+            raise StorageError(f"{self._path} cannot be continued: {error}") from error
+
     def close(self) -> None:
         self._file.close()
 
@@ -112,6 +127,13 @@ class TensorBoardTracker:
         except OSError as error:
             raise StorageError(f"step {step} could not be written to {self._directory}: {error}") from error
 
+    def resume(self, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        # TensorBoard drops what an earlier session logged from this step on.
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=step, session_log=start))
+
     def close(self) -> None:
         self._writer.close()
 
@@ -127,5 +149,16 @@ class WandbTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
+    def resume(self, step: int) -> None:
+        """A process is a run of its own there; its steps go on."""
+
     def close(self) -> None:
         self._run.finish()
+
+
+def _step_of(line: bytes) -> float:
+    """Of one logged line; a torn one, which a kill left, counts as later than any."""
+    try:
+        return float(msgspec.json.decode(line)["step"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return math.inf

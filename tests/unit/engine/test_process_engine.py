@@ -371,6 +371,7 @@ def test_killed_engines_are_fenced_their_work_is_done_elsewhere_and_they_return_
         controller = LIMITS.build(engines)
         channel = SharedMemoryChannel(controller)
         try:
+            await controller.check_health()
             for name in engines:
                 await until(controller, name, "active")
             await channel.publish(subject.other_weights, 3)
@@ -420,6 +421,7 @@ def test_when_the_last_engine_is_gone_and_cannot_return_the_error_names_every_en
         engines = {"one": process_engine(directory), "two": process_engine(directory)}
         controller = LIMITS.build(engines)
         try:
+            await controller.check_health()
             for name in engines:
                 await until(controller, name, "active")
             (directory / "model.safetensors").write_bytes(b"gone")

@@ -33,7 +33,7 @@ def test_tokens_at_the_staleness_threshold_are_context_and_not_trained(group_of:
     )
     batch = prepare_batch([group], train_step=5, max_token_staleness_threshold=2)
     assert batch.groups[0].answers[0].mask.tolist() == [0, 0, 1]
-    assert batch.max_staleness == 1
+    assert not batch.on_policy
     assert batch.metrics["staleness/max"] == 4
     assert batch.metrics["staleness/masked_tokens"] == 4
     assert batch.metrics["trained_tokens"] == 1

@@ -11,7 +11,7 @@ from penstock.agent_loop import AgentLoop, SingleTurnAgentLoop
 from penstock.errors import CircuitOpen, EngineUnavailable, UserFunctionError
 from penstock.produce import FailurePolicyConfig, ProduceContext, SyncProduceStrategyConfig, has_different_rewards
 from penstock.replay import GroupState
-from penstock.rollout import Group, RolloutState, Status, Verdict
+from penstock.rollout import Group, Prompt, RolloutState, Status, Verdict
 from penstock.testing import (
     EngineFaults,
     EngineScript,
@@ -77,17 +77,10 @@ def test_a_filtered_group_counts_its_raw_rewards_and_is_not_held(context: NewCon
     assert window.raw_reward_sum == pytest.approx(sum(r.reward.score for r in group if r.reward))
 
 
-def test_a_group_of_equal_rewards_teaches_nothing() -> None:
-    def group(*scores: float) -> Group:
-        states = [RolloutState(prompt=msgspec.convert({}, type=RolloutState.__annotations__["prompt"])) for _ in ()]
-        world = ScriptedWorld([task(prompt_repeat_k=len(scores))])
-        states = asyncio.run(world.manager.tasks["task"].runtime.sampler.sample("task"))
-        for state, score in zip(states, scores, strict=True):
-            state.reward = Verdict(score)
-        return states
-
-    assert not has_different_rewards(group(1.0, 1.0))
-    assert has_different_rewards(group(1.0, 0.0))
+@pytest.mark.parametrize(("scores", "teaches"), [((1.0, 1.0), False), ((1.0, 0.0), True)])
+def test_a_group_of_equal_rewards_teaches_nothing(scores: tuple[float, float], teaches: bool) -> None:
+    group = [RolloutState(prompt=Prompt(), reward=Verdict(score)) for score in scores]
+    assert has_different_rewards(group) is teaches
 
 
 def broken(samples: list[RolloutState]) -> bool:
@@ -312,9 +305,10 @@ def test_the_run_stops_when_too_large_a_share_of_a_window_failed(context: NewCon
 
 class OneInFour(Poisoned):
     async def generate_sample(self, rollout: RolloutState) -> RolloutState:
-        return await (super() if rollout.draw % 4 == 0 else SingleTurnAgentLoop).generate_sample(
-            *(() if rollout.draw % 4 == 0 else (self,)), rollout
-        )
+        if rollout.draw % 4 == 0:
+            return await super().generate_sample(rollout)
+        await self.generate(rollout)
+        return rollout
 
 
 def test_a_poison_prompt_now_and_then_does_not_stop_the_run(context: NewContext) -> None:

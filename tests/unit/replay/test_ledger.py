@@ -9,6 +9,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,49 @@ def test_a_fault_at_any_statement_stops_the_run_and_keeps_what_was_acknowledged(
     assert statements > 20
 
 
+WORK = """
+import asyncio, sys
+from pathlib import Path
+from penstock.replay import ReplayBufferConfig
+from penstock.rollout import Prompt, RolloutState, Status, Tokens, Verdict
+
+async def play(buffer, draw):
+    group = [RolloutState(prompt=Prompt(), task_name="sums", group_id=f"sums:{draw}", rollout_id=f"sums:{draw}:{k}",
+                          draw=draw) for k in range(2)]
+    buffer.draw(group, draw + 1)
+    for rollout in group:
+        rollout.response = Tokens().append([draw] * 64, [0.0] * 64, model_step=0)
+        rollout.reward, rollout.status = Verdict(1.0), Status.COMPLETED
+    await buffer.put(group, "sums", model_step=0, current_train_step=1, stale_threshold=3)
+    print(group[0].group_id, flush=True)
+
+async def main():
+    buffer = ReplayBufferConfig(storage="sqlite").build(Path(sys.argv[1]))
+    for first in range(0, 100_000, 8):
+        await asyncio.gather(*(play(buffer, draw) for draw in range(first, first + 8)))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("after", [1, 20, 100])
+def test_what_a_killed_process_acknowledged_is_there(tmp_path: Path, after: int) -> None:
+    with subprocess.Popen([sys.executable, "-c", WORK, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        acknowledged = [process.stdout.readline().strip() for _ in range(after)]
+        process.kill()
+        acknowledged += process.stdout.read().split("\n")[:-1]
+    buffer = ReplayBuffer(storage=Ledger.open(tmp_path))
+    restored = buffer.restore(0, RULES)
+    buffer.conservation().check()
+    n = buffer.count("sums", Status.COMPLETED)
+    found = buffer.take_batch({"sums": n}, train_step=1)["sums"]
+    assert {group[0].group_id for group in found} >= set(acknowledged)
+    assert all(list(rollout.response_ids) == [rollout.draw] * 64 for group in found for rollout in group)
+    assert restored.cursors["sums"] == n + buffer.count("sums", Status.ABORTED)
+    asyncio.run(buffer.close())
+
+
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(StorageError, match="cannot be written"):
@@ -260,8 +304,6 @@ def test_a_buffer_that_disagrees_with_the_file_stops(tmp_path: Path, groups: Any
 def test_the_event_loop_goes_on_while_the_disk_is_slow(
     tmp_path: Path, groups: Any, open_buffer: Any, new_disk: Any
 ) -> None:
-    import threading
-
     async def main() -> None:
         disk, inside, go_on = new_disk(), threading.Event(), threading.Event()
         buffer = open_buffer(tmp_path, disk=disk)

@@ -213,6 +213,10 @@ def test_memory_and_ledger_agree_through_any_run_with_any_crashes(groups: Any, n
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         Mine,
         settings=settings(
-            max_examples=EXAMPLES, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=EXAMPLES,
+            stateful_step_count=30,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
         ),
     )

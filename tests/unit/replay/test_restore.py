@@ -276,6 +276,29 @@ def test_a_rollout_that_was_being_made_again_does_not_continue_from_its_stale_to
     asyncio.run(main())
 
 
+def test_dropped_tokens_are_durable_with_the_next_move_of_their_group(
+    tmp_path: Path, groups: Any, open_buffer: Any
+) -> None:
+    async def main() -> None:
+        buffer = open_buffer(tmp_path)
+        for draw in range(2):
+            group = groups.new(draw)
+            buffer.draw(group, draw + 1)
+            groups.play(group, tokens=5)
+            buffer.forget_response(group[0], "retried")
+            group[0].status = S.INIT
+            if draw == 0:
+                await groups.put(buffer, groups.play(group, tokens=2))
+        await buffer.close()
+        buffer = open_buffer(tmp_path)
+        buffer.restore(0, RULES)
+        # What the second group made was never acknowledged; it is as if it had not been made.
+        assert (buffer.tokens.generated, buffer.tokens.held, buffer.tokens.wasted) == (12, 7, {"retried": 5})
+        await buffer.close()
+
+    asyncio.run(main())
+
+
 def test_what_ran_is_played_first_in_the_order_of_its_drawing(tmp_path: Path, groups: Any, open_buffer: Any) -> None:
     async def main() -> None:
         buffer = open_buffer(tmp_path)

@@ -137,6 +137,21 @@ def test_a_failure_is_final_and_has_its_cause(
     assert numbers(tmp_path) == [1]
 
 
+def test_a_failure_that_nobody_was_told_of_is_told_when_closing(tmp_path: Path, connect: Any, new_disk: Any) -> None:
+    disk = new_disk()
+
+    async def main() -> None:
+        writer = ThreadWriter(connect(disk), insert, tmp_path)
+        disk.fail_at = 0
+        writer.submit(Row(1))
+        with pytest.raises(StorageError, match="disk I/O error"):
+            await writer.close()
+        await writer.close()
+
+    asyncio.run(main())
+    assert numbers(tmp_path) == []
+
+
 def test_a_full_disk_is_named_with_the_next_move(tmp_path: Path, connect: Any) -> None:
     async def main() -> None:
         connection = connect()

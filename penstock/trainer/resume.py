@@ -1,0 +1,58 @@
+"""Where a run begins: fresh, or where an earlier process of it was stopped, killed or crashed.
+
+A run is resumed from a checkpoint and the ledger, and from nothing else. It never starts again from step 0 by itself:
+what cannot be resumed is refused, with the reason.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.errors import CheckpointError, RefusedError
+from penstock.replay.ledger import has_ledger
+from penstock.trainer.checkpoints import Checkpoint, CheckpointStore
+from penstock.trainer.config_changes import config_differences, refused_differences
+
+NEWEST = "newest"
+AUTO = "auto"
+
+
+class Beginning(msgspec.Struct, frozen=True):
+    checkpoint: Checkpoint | None = None
+    """None for a fresh run."""
+    notes: list[str] = []
+    """What to tell the user: checkpoints that were passed over, settings that changed."""
+
+
+def find_beginning(run_dir: Path, resume: str | None, config: dict[str, Any], store: CheckpointStore) -> Beginning:
+    """`resume` is None (a new run), `newest`, `auto` (newest, or a new run where none was begun), or a checkpoint.
+
+    Reads only. Raises RefusedError when the directory is taken, and CheckpointError when nothing can be resumed or the
+    configuration changed in a way that would change the run's meaning.
+    """
+    begun = has_ledger(run_dir)
+    if resume is None:
+        if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+            hint = "add --resume to continue it, or name another with --run-dir" if begun else "use another --run-dir"
+            raise RefusedError(f"run directory {run_dir} is not empty; {hint}")
+        return Beginning()
+    if not begun:
+        if resume == AUTO:
+            return Beginning()
+        raise CheckpointError(f"{run_dir}: no run was begun there; without --resume, or with --resume auto, one is")
+    if resume in (NEWEST, AUTO) and not store.steps():
+        # Killed before checkpoint 0: nothing was drawn, which is checked when the ledger is opened.
+        return Beginning(notes=["the earlier process was stopped before anything was drawn; the run begins now"])
+    checkpoint = store.newest() if resume in (NEWEST, AUTO) else store.open(Path(resume))
+    refused = refused_differences(checkpoint.config, config)
+    if refused:
+        raise CheckpointError(
+            [f"{checkpoint.path}: the configuration changed, and with it what the run means; change it back"]
+            + [f"  {difference}" for difference in refused]
+        )
+    changed = [f"changed: {difference}" for difference in config_differences(checkpoint.config, config)]
+    skipped = [f"checkpoint passed over: {problem}" for problem in checkpoint.skipped]
+    return Beginning(checkpoint, [*skipped, *changed, f"resuming from {checkpoint.path}"])

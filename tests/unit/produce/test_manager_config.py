@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.agent_loop import SingleTurnAgentLoopConfig
+from penstock.data import AdditionConfig, SamplerConfig
+from penstock.errors import ConfigError
+from penstock.judger import JudgerSet
+from penstock.produce import (
+    AgentLoopManagerConfig,
+    AsyncProduceStrategyConfig,
+    FailurePolicyConfig,
+    SyncProduceStrategyConfig,
+    TaskSpecConfig,
+    World,
+    load_prompts,
+)
+from penstock.replay import ReplayBuffer
+from penstock.testing import CharTokenizer, ScriptedEngine, run_virtual
+
+
+def spec(name: str = "sums", **options: Any) -> TaskSpecConfig:
+    return TaskSpecConfig(
+        task_name=name,
+        sampler_config=SamplerConfig(dataset=AdditionConfig(), prompt_repeat_k=2),
+        agent_loop_config=SingleTurnAgentLoopConfig(),
+        **options,
+    )
+
+
+def test_one_task_needs_no_list_and_is_synchronous_by_default() -> None:
+    config = AgentLoopManagerConfig(tasks=spec())
+    config.check()
+    assert config.task_list == [spec()]
+    assert isinstance(spec().produce_strategy_config, SyncProduceStrategyConfig)
+    assert spec().weight == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tasks", "problem"),
+    [
+        ([], "no task"),
+        ([spec("a"), spec("a")], "task_name 'a' is used 2 times"),
+        ([spec("a", weight=0.0), spec("b", weight=0.0)], "all weights are 0"),
+    ],
+)
+def test_tasks_that_cannot_work_are_refused(tasks: list[TaskSpecConfig], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        AgentLoopManagerConfig(tasks=tasks).check()
+
+
+def test_a_minimum_beyond_the_group_is_refused() -> None:
+    config = AgentLoopManagerConfig(tasks=spec(), failures=FailurePolicyConfig(min_group_size=3))
+    with pytest.raises(ConfigError, match=r"min_group_size is 3.*groups of 2"):
+        config.check()
+
+
+def test_every_problem_is_named_at_once() -> None:
+    strategy = AsyncProduceStrategyConfig(tail_batch_max_tries=2)
+    config = AgentLoopManagerConfig(tasks=[spec("a", produce_strategy_config=strategy), spec("a")])
+    with pytest.raises(ConfigError) as refused:
+        config.check()
+    assert len(refused.value.problems) == 2
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_a_weight_is_a_finite_share(weight: float) -> None:
+    with pytest.raises(ConfigError, match="weight"):
+        spec(weight=weight)
+
+
+def test_the_deadlines_have_the_stated_defaults() -> None:
+    config = AgentLoopManagerConfig(tasks=spec())
+    assert (config.pause_request_timeout_s, config.pause_resend_interval_s) == (30.0, 5.0)
+    assert SyncProduceStrategyConfig().pause_timeout_s == AsyncProduceStrategyConfig().pause_timeout_s == 300.0
+    assert (config.failures.infrastructure_retries, config.failures.data_retries) == (3, 1)
+
+
+def test_a_configured_manager_produces() -> None:
+    config = AgentLoopManagerConfig(tasks=[spec("a"), spec("b", weight=3.0)])
+    tokenizer = CharTokenizer()
+    world = World(
+        engine=ScriptedEngine(),
+        tokenizer=tokenizer,
+        judgers=JudgerSet(),
+        buffer=ReplayBuffer(),
+        prompts=load_prompts(config.task_list, tokenizer, context=2048),
+    )
+    manager = config.build(world)
+    result = run_virtual(manager.produce_batch(4, 1, model_step=0))
+    assert {name: task.groups for name, task in result.tasks.items()} == {"a": 1, "b": 3}
