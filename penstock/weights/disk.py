@@ -110,7 +110,8 @@ def _write_files(
             size = 0
         # A file may not hold two tensors that share memory, such as tied embeddings.
         shares = any(other.data_ptr() == tensor.data_ptr() for other in shard.values())
-        shard[name] = tensor.detach().cpu().clone() if shares else tensor.detach().cpu().contiguous()
+        packed = tensor.detach().cpu().contiguous()
+        shard[name] = packed.clone() if shares else packed
         size += num_bytes
         total += num_bytes
     write_file()

@@ -82,6 +82,7 @@ class _Segment:
         self.descriptor = os.memfd_create("penstock-weights", os.MFD_CLOEXEC)
         self.capacity = 0
         self._bytes: Bytes = np.empty(0, np.uint8)
+        self.bytes(0, 1)
 
     @property
     def path(self) -> str:

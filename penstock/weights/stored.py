@@ -73,6 +73,8 @@ class SharedMemoryWeights(msgspec.Struct, frozen=True, kw_only=True, tag="shared
             _compare(found, self.checksum, self.path)
             yield ReceivedWeights(tensors, found)
         finally:
+            # Not by closing alone: the mapping that is kept holds the same open file.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
 

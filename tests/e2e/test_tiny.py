@@ -55,7 +55,7 @@ def test_two_runs_with_one_seed_give_identical_weights_and_metrics(tmp_path, rea
     assert timeless[0] == timeless[1]
 
 
-def test_ctrl_c_finishes_the_step_exports_the_weights_and_exits_130(penstock, tmp_path, read_lines):
+def test_ctrl_c_finishes_the_step_exports_the_weights_and_the_run_can_be_resumed(penstock, tmp_path, read_lines):
     run = penstock("train", "tiny", "--run-dir", "run", "--set", "total_steps=10000")
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 120
@@ -64,10 +64,17 @@ def test_ctrl_c_finishes_the_step_exports_the_weights_and_exits_130(penstock, tm
         time.sleep(0.05)
     run.send_signal(signal.SIGINT)
     output, _ = run.communicate(timeout=60)
-    assert run.returncode == 130, output
+    assert run.returncode == 0, output
+    assert "Resume with: penstock train tiny --set total_steps=10000 --run-dir run --resume" in output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["interrupted"] and summary["steps"] >= 2
     assert (tmp_path / "run" / "hf" / "final" / "model.safetensors").exists()
+    done = summary["steps"]
+    resumed = penstock("train", "tiny", "--run-dir", "run", "--resume", "--set", f"total_steps={done + 2}")
+    output, _ = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0, output
+    steps = [line["step"] for line in read_lines(metrics) if "reward/mean" in line]
+    assert steps == list(range(1, done + 3))
 
 
 def test_a_judge_that_hangs_raises_or_answers_nan_never_yields_a_reward_and_the_run_goes_on(tmp_path, read_lines):

@@ -44,7 +44,7 @@ class TrainerConfig(Config):
         if self.ending == "impossible":
             yield "ending is 'impossible'; it must be possible"
 
-    def build(self, *, run_dir, display):
+    def build(self, *, run_dir, display, resume):
         if self.ending == "dataset":
             raise DatasetError(["rows.jsonl:3: no prompt", "rows.jsonl:9: not JSON"])
         return Trainer(self, run_dir, display)
@@ -106,7 +106,7 @@ def test_a_run_directory_in_use_is_refused_with_the_next_move(folder: Path, caps
     assert main(["train", "mine.py", "--run-dir", "here"]) == 0
     capsys.readouterr()
     [line] = fails(["train", "mine.py", "--run-dir", "here"], 2, capsys)
-    assert line == "penstock: here exists and is not empty; name another with --run-dir here-2, or remove it first"
+    assert line == "penstock: here exists and is not empty; go on with --resume, or name another with --run-dir here-2"
 
 
 def test_the_next_run_directory_is_numbered(folder: Path) -> None:
@@ -150,12 +150,20 @@ def test_a_refused_dataset_shows_every_row_and_leaves_nothing_on_disk(
     assert [path.name for path in folder.iterdir()] == ["mine.py"]
 
 
-def test_a_run_that_cannot_go_on_exits_1_and_an_interrupted_one_130(
+def test_a_run_that_cannot_go_on_exits_1_and_one_that_is_stopped_at_once_130(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert fails(["train", "mine.py", "--set", "ending=run error"], 1, capsys) == ["penstock: no engine is left"]
-    for ending in ("interrupt", "second interrupt", "cut short"):
+    for ending in ("interrupt", "second interrupt"):
         assert fails(["train", "mine.py", "--set", f"ending={ending}"], 130, capsys) == []
+
+
+def test_a_run_that_ended_in_order_after_a_signal_exits_0_and_prints_how_to_resume(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "mine.py", "--set", "ending=cut short", "--run-dir", "here"]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == "Resume with: penstock train mine.py --set 'ending=cut short' --run-dir here --resume"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +205,7 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_and_the_list(
 ) -> None:
     [line] = fails(["train", "quikstart"], 2, capsys)
     assert "there is no recipe 'quikstart'. Did you mean 'quickstart'?" in line
-    assert "gsm8k, gym, quickstart, tiny" in line
+    assert "gsm8k, gym, quickstart, quickstart-async, tiny, tiny-async" in line
     [line] = fails(["train", "missing.py"], 2, capsys)
     assert "missing.py does not exist" in line
 
@@ -253,7 +261,14 @@ def test_recipes_are_listed_with_their_first_line_shown_and_copied_once(
 ) -> None:
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in listed] == recipe_names() == ["gsm8k", "gym", "quickstart", "tiny"]
+    assert [line.split()[0] for line in listed] == recipe_names() == [
+        "gsm8k",
+        "gym",
+        "quickstart",
+        "quickstart-async",
+        "tiny",
+        "tiny-async",
+    ]
     assert all(line.endswith(".") for line in listed)
     assert main(["recipes", "copy", "tiny"]) == 0
     capsys.readouterr()

@@ -71,10 +71,6 @@ def _of_unknown_origin(rollout: RolloutState) -> None:
     rollout.response = Tokens().append([5], [-1.0])
 
 
-def _from_the_future(rollout: RolloutState) -> None:
-    rollout.response = Tokens().append([5], [-1.0], model_step=1)
-
-
 def _of_another_prompt(rollout: RolloutState) -> None:
     rollout.prompt = Prompt(ids=pack_ids([9, 9]))
 
@@ -88,7 +84,6 @@ def _of_another_prompt(rollout: RolloutState) -> None:
         (_silent, "its answer is empty"),
         (_unpriced, "logprob is not finite"),
         (_of_unknown_origin, "no model step"),
-        (_from_the_future, "not before"),
         (_of_another_prompt, "not that of its group"),
     ],
 )
@@ -129,3 +124,12 @@ def test_the_metrics_are_those_of_the_groups(group_of: GroupOf) -> None:
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (0.5, 1.0)
     assert (metrics["staleness/tokens_0"], metrics["staleness/tokens_1"]) == (5.0, 5.0)
     assert metrics["trained_tokens"] == 10.0
+
+
+def test_a_token_of_a_lineage_that_was_left_behind_is_fresh_and_off_policy(group_of: GroupOf) -> None:
+    group = group_of()
+    assert prepare_batch([group], train_step=1).on_policy
+    group[0].response = Tokens().append([5], [-1.0], model_step=7)
+    batch = prepare_batch([group], train_step=1)
+    assert not batch.on_policy
+    assert batch.metrics["staleness/max"] == 0

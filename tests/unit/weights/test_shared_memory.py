@@ -86,7 +86,7 @@ def test_the_memory_is_used_again_and_every_write_is_a_new_set(buffer: SharedMem
     for seed in range(4):
         source = weights(seed)
         stored = buffer.write(source)
-        paths.add((stored.path, os.stat(stored.path).st_ino))
+        paths.add((stored.path, Path(stored.path).stat().st_ino))
         assert_same(read(stored), source.state)
     assert len(paths) == 1
 
