@@ -49,7 +49,9 @@ class StaleRule(msgspec.Struct, frozen=True, gc=False):
         steps = rollout.response.steps
         if not steps:
             return NEVER
-        return self.limit(min(step for step, _ in steps), max(step for step, _ in steps))
+        if len(steps) == 1:  # nearly all are: made by one version of the weights
+            return self.limit(steps[0][0], steps[0][0])
+        return self.limit(min(steps)[0], max(steps)[0])
 
     def limit(self, oldest: int, newest: int) -> int:
         """The first train step for which tokens of these model steps are too stale."""

@@ -68,13 +68,13 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
+        rng = self._random
+        if rng is None or rng.random() >= HELD_BACK_SHARE or not _is_task_step(callback):
+            return super().call_soon(callback, *args, context=context)
         resume = functools.partial(super().call_soon, callback, *args, context=context)
-        if self._random is None or not isinstance(getattr(callback, "__self__", None), asyncio.Task):
-            return resume()
-        if self._random.random() < HELD_BACK_SHARE:
-            for _ in range(self._random.randint(1, MAX_TURNS_HELD_BACK)):
-                resume = functools.partial(super().call_soon, resume)
-        return resume()
+        for _ in range(rng.randrange(MAX_TURNS_HELD_BACK)):
+            resume = functools.partial(super().call_soon, resume)
+        return super().call_soon(resume)
 
     def pass_time(self, seconds: float | None) -> None:
         """Nothing is left to do for so long; None: for ever. 0: there is more to do now."""
@@ -150,6 +150,10 @@ async def _ended(tasks: set[asyncio.Task[Any]]) -> None:
     for task in tasks:
         if task.done() and not task.cancelled():
             task.exception()
+
+
+def _is_task_step(callback: Callable[..., Any]) -> bool:
+    return isinstance(getattr(callback, "__self__", None), asyncio.Task)
 
 
 def _where(task: asyncio.Task[Any]) -> str:

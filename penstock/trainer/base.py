@@ -87,6 +87,7 @@ class RLTrainer:
         self._trackers: list[Tracker] = []
         self._stop_requested = False
         self._refused_in_a_row = 0
+        self._last_metrics: dict[str, float] = {}
         temperature = config.manager.task_list[0].agent_loop_config.sample_params.temperature
         rule = config.manager.task_list[0].produce_strategy_config.stale_rule(config.sync_weights_interval)
         self._temperature = temperature
@@ -110,7 +111,7 @@ class RLTrainer:
                 await self._run_steps()
                 self.summary.interrupted = self._stop_requested and self.summary.steps < self.config.total_steps
                 if self.summary.steps % self.config.checkpoint_interval:
-                    await self._checkpoint(self.summary.steps, {})
+                    await self._checkpoint(self.summary.steps, self._last_metrics)
                 if not self.summary.interrupted and self.summary.steps % self.config.eval_interval:
                     await self._evaluate(self.summary.steps)
                 await self._export_hf()
@@ -137,7 +138,7 @@ class RLTrainer:
             await self._restore(self._beginning.checkpoint)
 
     async def _checkpoint(self, train_step: int, metrics: dict[str, float]) -> None:
-        """Everything a restart needs beside the ledger. `metrics` are those of a step that is not yet logged."""
+        """Everything a restart needs beside the ledger. `metrics` are those of the step, which a restart logs again."""
         self._display.stage("checkpoint")
         await self.parts.buffer.flush()
         rng_tensors, rng = rng_state()
@@ -240,6 +241,7 @@ class RLTrainer:
         metrics = metrics | times.metrics() | {"time/step_s": step_s}
         if seconds.get("train"):
             metrics["tokens/trained_per_s"] = metrics["trained_tokens"] / seconds["train"]
+        self._last_metrics = metrics
         for tracker in self._trackers:
             tracker.log(train_step, metrics)
         self._display.step(train_step, metrics)
