@@ -109,8 +109,8 @@ class PeakMemory:
         return total
 
 
-async def measure(directory: Path, weights: Weights, rounds: int, threads: int) -> None:
-    config = EmbeddedEngineConfig(process=True, max_running=4, max_context=512)
+async def measure(directory: Path, weights: Weights, rounds: int, threads: int, *, fused: bool) -> None:
+    config = EmbeddedEngineConfig(process=True, max_running=4, max_context=512, fused=fused)
     engine = config.build(str(directory), load_tokenizer(directory), threads=threads)
     assert isinstance(engine, ProcessEngine)
     channel = SharedMemoryChannel(engine)
@@ -131,7 +131,7 @@ async def measure(directory: Path, weights: Weights, rounds: int, threads: int) 
     speed, copy = statistics.median(speeds), statistics.median(copies)
     ratio = statistics.median(s / c for s, c in zip(speeds, copies, strict=True))
     report(
-        "weights.shared_memory_vs_memcpy",
+        "weights.shared_memory_vs_memcpy" + ("_fused" if fused else ""),
         ratio,
         "ratio",
         bytes=weights.num_bytes,
@@ -141,6 +141,8 @@ async def measure(directory: Path, weights: Weights, rounds: int, threads: int) 
         first_sync_s=round(first.seconds, 4),
         ratios=[round(s / c, 3) for s, c in zip(speeds, copies, strict=True)],
     )
+    if not fused:
+        return  # there the engine's first weights are pages of the model's file, which turn private with the first sync
     report(
         "weights.extra_memory_mb",
         (weights.num_bytes + private) / MB,
@@ -165,7 +167,8 @@ def main() -> None:
     model = make_model(arguments.layers)
     with tempfile.TemporaryDirectory() as directory:
         save(model, Path(directory))
-        asyncio.run(measure(Path(directory), Weights(model), arguments.rounds, arguments.threads))
+        for fused in (False, True):
+            asyncio.run(measure(Path(directory), Weights(model), arguments.rounds, arguments.threads, fused=fused))
 
 
 if __name__ == "__main__":

@@ -197,7 +197,7 @@ def recipe_path(name: str) -> Path:
 def next_free(directory: Path) -> Path:
     """The directory itself, or `-2`, `-3`, ... when it is taken."""
     candidate, number = directory, 1
-    while _is_taken(candidate):
+    while candidate.is_file() or _is_taken(candidate):
         number += 1
         candidate = directory.with_name(f"{directory.name}-{number}")
     return candidate
@@ -283,8 +283,8 @@ def _is_taken(directory: Path) -> bool:
         return any(directory.iterdir())
     except FileNotFoundError:
         return False
-    except OSError:
-        return True
+    except OSError as error:
+        raise ConfigError(f"run directory {directory} cannot be used: {error}") from error
 
 
 def _use_model_cache() -> None:

@@ -191,7 +191,7 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason | None = None
     """None for a tool; ABORT marks the turn that was interrupted and continues."""
     text: str = ""
-    """A tool's answer."""
+    """What was said: a tool's answer, or a finished generation up to its stop string."""
 
 
 class RolloutState(msgspec.Struct, kw_only=True):

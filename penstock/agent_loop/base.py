@@ -55,7 +55,8 @@ class AgentLoop:
         sample_params: SampleParams,
         run_seed: int = 0,
         request_timeout_s: float = 600.0,
-        judge_timeout_s: float = 300.0,
+        judge_timeout_s: float = 700.0,
+        rollout_timeout_s: float = 800.0,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
@@ -64,6 +65,7 @@ class AgentLoop:
         self._run_seed = run_seed
         self._request_timeout_s = request_timeout_s
         self._judge_timeout_s = judge_timeout_s
+        self._rollout_timeout_s = rollout_timeout_s
         self._next_turn: dict[str, int] = {}
         """Per rollout being played, which recorded turn answers the next call."""
         self._stages: dict[str, str] = {}
@@ -110,16 +112,22 @@ class AgentLoop:
         recorded = rollout.turns[index] if index < len(rollout.turns) else None
         if recorded is not None and recorded.finish_reason is not FinishReason.ABORT:
             self._next_turn[rollout.rollout_id] = index + 1
-            return Answer(self._turn_text(rollout, index), recorded.finish_reason or FinishReason.STOP)
+            return Answer(recorded.text, recorded.finish_reason or FinishReason.STOP)
         begun = recorded.num_tokens if recorded is not None else 0
-        completion = await self._ask_engine(rollout, params or self.sample_params, begun)
+        params = self._checked_params(params)
+        completion = await self._ask_engine(rollout, params, begun)
         rollout.response = rollout.response.append(completion.ids, completion.logprobs, steps=completion.steps)
-        turn = Turn("generate", begun + len(completion.ids) // 4, completion.finish_reason)
+        num_tokens = begun + len(completion.ids) // 4
+        text = ""
+        if completion.finish_reason is not FinishReason.ABORT:
+            ids = unpack_ids(rollout.response.ids)[-num_tokens:].tolist()
+            text = _before_stop_string(self.tokenizer.decode(ids), params.stop)
+        turn = Turn("generate", num_tokens, completion.finish_reason, text)
         rollout.turns = (*rollout.turns[:index], turn)
         if completion.finish_reason is FinishReason.ABORT:
             raise Interrupted(f"rollout {rollout.rollout_id} was interrupted after {len(rollout.response)} tokens")
         self._next_turn[rollout.rollout_id] = index + 1
-        return Answer(self._turn_text(rollout, index), completion.finish_reason)
+        return Answer(text, completion.finish_reason)
 
     async def call_tool(self, rollout: RolloutState, tool: Callable[[], Awaitable[str]], *, timeout_s: float) -> str:
         """A tool's answer, recorded as text the model did not write: mask 0, no logprob.
@@ -131,10 +139,13 @@ class AgentLoop:
             self._next_turn[rollout.rollout_id] = index + 1
             return rollout.turns[index].text
         self._stages[rollout.rollout_id] = "tool"
+        deadline = asyncio.timeout(timeout_s)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with deadline:
                 text = await tool()
         except TimeoutError:
+            if not deadline.expired():
+                raise
             raise DataFailure(f"tool did not answer within {timeout_s:g} s", reason="tool_deadline") from None
         ids = self.tokenizer.encode(text)
         last_step = rollout.response.steps[-1][0] if rollout.response.steps else -1
@@ -166,7 +177,7 @@ class AgentLoop:
         self._stages[rollout.rollout_id] = "agent loop"
         try:
             if rollout.finish_reason is None:
-                await self.generate_sample(rollout)
+                await self._bounded_playing(rollout)
                 self._finish(rollout)
             if self._judges_groups:
                 # Whole, but without a verdict until its siblings are whole too.
@@ -186,6 +197,18 @@ class AgentLoop:
         finally:
             del self._next_turn[rollout.rollout_id], self._stages[rollout.rollout_id]
 
+    async def _bounded_playing(self, rollout: RolloutState) -> None:
+        deadline = asyncio.timeout(self._rollout_timeout_s)
+        try:
+            async with deadline:
+                await self.generate_sample(rollout)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            stage = self.stage(rollout.rollout_id)
+            message = f"{rollout.rollout_id} was not played within {self._rollout_timeout_s:g} s; it was in: {stage}"
+            raise InfrastructureFailure(message, reason="rollout_deadline") from None
+
     async def _judge_together(self, group: Group) -> None:
         """When every answer is whole; also those judged before, because a score depends on the siblings."""
         if any(rollout.status is Status.FAILED or rollout.finish_reason is None for rollout in group):
@@ -201,15 +224,15 @@ class AgentLoop:
         rollout.finish_reason = (last.finish_reason if last is not None else None) or FinishReason.STOP
         if not len(rollout.response):
             raise DataFailure(f"{type(self).__name__} made no token", reason="empty_answer")
-        text = self.tokenizer.decode(rollout.response_ids.tolist())
-        rollout.response_text = _before_stop_string(text, self.sample_params.stop)
+        rollout.response_text = "".join(turn.text for turn in rollout.turns)
 
     async def _bounded_judging(self, rollouts: Group, judge: Callable[[], Awaitable[None]]) -> None:
         """COMPLETED only with a verdict: one that is cancelled here must not look judged."""
         for rollout in rollouts:
             self._stages[rollout.rollout_id] = "judger"
+        deadline = asyncio.timeout(self._judge_timeout_s)
         try:
-            async with asyncio.timeout(self._judge_timeout_s):
+            async with deadline:
                 await judge()
             for rollout in rollouts:
                 self._require_score(rollout)
@@ -218,7 +241,7 @@ class AgentLoop:
         except (RunError, RolloutFailure, Interrupted):
             raise
         except Exception as error:
-            late = isinstance(error, TimeoutError)
+            late = isinstance(error, TimeoutError) and deadline.expired()
             raised = f"judging raised {type(error).__name__}: {error}"
             reason = f"judging took longer than {self._judge_timeout_s:g} s" if late else raised
             for rollout in rollouts:
@@ -230,7 +253,7 @@ class AgentLoop:
 
     def _require_score(self, rollout: RolloutState) -> None:
         """A completed rollout has a finite score when there is a judger, whoever judged it."""
-        if self.judger is None or rollout.status is Status.FAILED:
+        if rollout.status is Status.FAILED or (self.judger is None and rollout.reward is None):
             return
         if rollout.reward is None:
             self._take_verdict(rollout, Unjudged("judging set no reward"))
@@ -272,10 +295,20 @@ class AgentLoop:
         check_completion(completion, rollout.rollout_id)
         return completion
 
-    def _turn_text(self, rollout: RolloutState, index: int) -> str:
-        start = sum(turn.num_tokens for turn in rollout.turns[:index])
-        ids = unpack_ids(rollout.response.ids)[start : start + rollout.turns[index].num_tokens]
-        return self.tokenizer.decode(ids.tolist())
+    def _checked_params(self, params: SampleParams | None) -> SampleParams:
+        """A loop may change budgets and stops, not the distribution: the trainer computes logprobs of one."""
+        own = self.sample_params
+        if params is None:
+            return own
+        if (params.temperature, params.top_p, params.top_k, params.min_p) != (
+            *(own.temperature, own.top_p, own.top_k, own.min_p),
+        ):
+            raise DataFailure(
+                f"generate was called with another distribution ({params}) than the task's sample_params ({own}); "
+                "only max_tokens, min_tokens and stops may differ",
+                reason="sampling_params",
+            )
+        return params
 
 
 def check_completion(completion: Completion, rollout_id: str) -> None:
@@ -312,8 +345,11 @@ class AgentLoopConfig(Config):
     arguments: dict[str, Any] = {}
     """Extra keyword arguments of the loop's constructor."""
     request_timeout_s: float = pydantic.Field(default=600.0, gt=0)
-    judge_timeout_s: float = pydantic.Field(default=300.0, gt=0)
-    """For all of judging one rollout or group, the judger's own retries included."""
+    judge_timeout_s: float = pydantic.Field(default=700.0, gt=0)
+    """For all of judging one rollout or group, the judger's own queue and retries included."""
+    rollout_timeout_s: float = pydantic.Field(default=800.0, gt=0)
+    """For all of `generate_sample`. Below the manager's `stall_timeout_s`: a loop that hangs costs a rollout, not the
+    run."""
     num_ray_actors: int = pydantic.Field(default=0, ge=0)
     """0 plays in this process, 1 in an actor, n behind a router."""
     num_cpus_per_actor: float = pydantic.Field(default=1.0, gt=0)
@@ -338,6 +374,7 @@ class AgentLoopConfig(Config):
                 run_seed=run_seed,
                 request_timeout_s=self.request_timeout_s,
                 judge_timeout_s=self.judge_timeout_s,
+                rollout_timeout_s=self.rollout_timeout_s,
                 **self.arguments,
             ),
             name=f"agent loop {loop.__name__}",

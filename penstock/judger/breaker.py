@@ -12,6 +12,9 @@ Only a call that reaches its own bound is told that there is no verdict.
 from __future__ import annotations
 
 import asyncio
+import logging
+
+logger = logging.getLogger(__name__)
 
 
 class Breaker:
@@ -68,6 +71,7 @@ class Breaker:
             return
         if self._in_a_row == self._limit:
             self.times_opened += 1
+            logger.warning("%d calls of a judge in a row gave no verdict; it is given a rest. %s", self._limit, reason)
         elif self._probing:
             self._backoff_s = min(2 * self._backoff_s, self._longest_backoff_s)
         else:

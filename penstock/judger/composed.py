@@ -64,7 +64,7 @@ class ComposedJudgerConfig(JudgerConfig):
         if self.merge is not None:
             if not self.all_of:
                 yield "merge is given and all_of is empty; branches are not merged"
-            yield from handler_problems(self.merge, field="merge")
+            yield from handler_problems(self.merge, field="merge", merges=True)
         if self.weights and set(self.weights) != set(self.all_of):
             yield f"weights names {sorted(self.weights)}; it must name all_of's {sorted(self.all_of)}"
 

@@ -45,6 +45,14 @@ class JudgerSet:
     def place(self, build: Callable[[], T], *, name: str, num_actors: int, num_cpus: float, memory: int) -> T:
         return self._placement.place(build, name=name, num_actors=num_actors, num_cpus=num_cpus, memory=memory)
 
+    def metrics(self) -> dict[str, float]:
+        """Of all judgers together."""
+        total: dict[str, float] = {}
+        for _, judger in self._built:
+            for name, value in judger.metrics().items():
+                total[name] = max(total.get(name, 0.0), value) if "latency" in name else total.get(name, 0.0) + value
+        return total
+
     async def close(self) -> None:
         """Close every judger; a second call finds nothing to do."""
         built, self._built = self._built, []

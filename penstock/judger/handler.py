@@ -53,7 +53,7 @@ def locate_handler(handler: Handler, *, takes_verdicts: bool = False) -> Setup:
     )
 
 
-def handler_problems(handler: Handler, *, field: str) -> Iterator[str]:
+def handler_problems(handler: Handler, *, field: str, merges: bool = False) -> Iterator[str]:
     """Why this function cannot be used, for `Config.problems`."""
     try:
         function = resolve_handler(handler)
@@ -62,6 +62,13 @@ def handler_problems(handler: Handler, *, field: str) -> Iterator[str]:
     except ConfigError as error:
         yield from (f"{field}: {problem}" for problem in error.problems)
         return
+    try:
+        if not merges:
+            inspect.signature(function).bind("response", "label", {})
+    except TypeError as error:
+        yield f"{field}: {dotted_name(function)} is called as (response, label, extra_info): {error}"
+    except ValueError:
+        pass  # a function without a readable signature
     for module, extra in getattr(function, "penstock_needs", ()):
         if importlib.util.find_spec(module) is None:
             yield f"{field}: {dotted_name(function)} needs {module}; install it with: pip install 'penstock[{extra}]'"

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from penstock.config import Config, nearest
+from penstock.config import Config, import_name, nearest
+from penstock.errors import ConfigError
 from penstock.learn.advantages import ESTIMATORS
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ class LossConfig(Config):
     its old logprobs are the trainer's own; against the engine's, the ratio itself is that weight."""
 
     def problems(self) -> Iterator[str]:
-        if self.name not in LOSS_NAMES and "." not in self.name and ":" not in self.name:
-            yield f"loss.name is {self.name!r}, which is not a loss.{nearest(self.name, list(LOSS_NAMES))}"
+        yield from _name_problems("loss.name", self.name, LOSS_NAMES)
         if (self.aggregation == "constant") != (self.constant_length is not None):
             yield (
                 f"loss.aggregation is {self.aggregation!r} and constant_length is {self.constant_length}; "
@@ -66,8 +66,7 @@ class TrainWorkerConfig(Config):
     def problems(self) -> Iterator[str]:
         if not all(0 <= beta < 1 for beta in self.betas):
             yield f"betas is {self.betas}; both must be at least 0 and below 1"
-        if self.advantage not in ESTIMATORS and "." not in self.advantage and ":" not in self.advantage:
-            yield f"advantage is {self.advantage!r}, not an estimator.{nearest(self.advantage, list(ESTIMATORS))}"
+        yield from _name_problems("advantage", self.advantage, tuple(ESTIMATORS))
 
     def lr_at(self, train_step: int, total_steps: int) -> float:
         """The learning rate of a train step (from 1): rises over the warm-up, then decays to the last step."""
@@ -89,3 +88,17 @@ class TrainWorkerConfig(Config):
         return TorchTrainWorker(
             self, Path(model_dir), total_steps=total_steps, deterministic=deterministic, threads=threads
         )
+
+
+def _name_problems(field: str, name: str, known: tuple[str, ...]) -> Iterator[str]:
+    """Of a known name, or of the dotted path of a function that can be imported."""
+    if name in known:
+        return
+    if "." not in name and ":" not in name:
+        yield f"{field} is {name!r}, which is not known.{nearest(name, list(known))}"
+        return
+    try:
+        if not callable(import_name(name)):
+            yield f"{field} is {name!r}, which is not a function"
+    except ConfigError as error:
+        yield f"{field}: {error}"

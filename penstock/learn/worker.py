@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.errors import RunError, StepRefused
+from penstock.errors import RunError, StepRefused, UserFunctionError
 from penstock.learn.batch import TrainBatch
 from penstock.learn.config import TrainWorkerConfig
 from penstock.learn.load import can_share_prompts, check_bfloat16, check_head, load_model
@@ -207,7 +207,12 @@ class TorchTrainWorker:
                 advantages=torch.from_numpy(micro_batch.advantages).to(logprobs),
                 on_policy=on_policy,
             )
-            terms = self._loss(tokens, self._config.loss)
+            try:
+                terms = self._loss(tokens, self._config.loss)
+            except Exception as error:
+                raise UserFunctionError(
+                    f"loss {self._config.loss.name} raised {type(error).__name__}: {error}"
+                ) from error
             weight = torch.from_numpy(weights[micro_batch.answer_index]).to(logprobs)
             loss = (terms.loss * weight).sum()
         with step.timed("backward"):

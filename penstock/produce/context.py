@@ -248,7 +248,8 @@ class ProduceContext:
     def _count(self, group: Group, attempt: Attempt) -> None:
         """Count what this attempt finished. Raw rewards come before any filter."""
         window = self.progress.windows[self.task_name]
-        self.progress.finished_groups += 1
+        if get_group_status(group) is Status.COMPLETED:
+            self.progress.finished_groups += 1
         tokens = sum(len(rollout.response) for rollout in group)
         window.produced_tokens += tokens + attempt.forgotten_tokens - attempt.tokens_before
         for rollout in group:

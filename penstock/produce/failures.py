@@ -14,7 +14,7 @@ import msgspec
 import pydantic
 
 from penstock.config import Config
-from penstock.errors import CircuitOpen
+from penstock.errors import CircuitOpen, StorageError
 from penstock.replay import DiscardReason
 from penstock.rollout import Group, RolloutState, Status
 
@@ -40,7 +40,7 @@ class FailurePolicy:
         self.dead_letters = dead_letters
         self._recent: deque[bool] = deque(maxlen=config.breaker_window)
         self._unusable_in_a_row = 0
-        self._last_failure = ""
+        self.last_failure = ""
 
     def may_retry(self, rollout: RolloutState) -> bool:
         """Charge one failed attempt to its budget; False when that is used up."""
@@ -74,14 +74,14 @@ class FailurePolicy:
     def group_failed(self, group: Group, reason: DiscardReason) -> None:
         """Write the dead letter and count towards the breaker. Raises CircuitOpen."""
         failed = next(rollout for rollout in group if rollout.status is Status.FAILED)
-        self._last_failure = f"{failed.rollout_id}: {failed.error.message if failed.error else reason}"
+        self.last_failure = f"{failed.rollout_id}: {failed.error.message if failed.error else reason}"
         self.dead_letters.write(group, reason)
         self._recent.append(True)
         share = sum(self._recent) / len(self._recent)
         if len(self._recent) == self._recent.maxlen and share > self.config.breaker_share:
             raise CircuitOpen(
                 f"{sum(self._recent)} of the last {len(self._recent)} groups failed (limit "
-                f"{self.config.breaker_share:.0%}); the last: {self._last_failure}. "
+                f"{self.config.breaker_share:.0%}); the last: {self.last_failure}. "
                 f"See {self.dead_letters.path or 'the dead letters'}; fix the cause and start again."
             )
 
@@ -129,5 +129,8 @@ class DeadLetters:
             "data_source": group[0].data_source,
             "failures": {r.rollout_id: r.error for r in group if r.error is not None},
         }
-        with self.path.open("ab") as file:
-            file.write(msgspec.json.encode(letter, enc_hook=repr) + b"\n")
+        try:
+            with self.path.open("ab") as file:
+                file.write(msgspec.json.encode(letter, enc_hook=repr) + b"\n")
+        except OSError as error:
+            raise StorageError(f"dead letter could not be written to {self.path}: {error}") from error

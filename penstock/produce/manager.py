@@ -40,6 +40,9 @@ from penstock.rollout import Group, Status
 
 T = TypeVar("T")
 
+FAILED_DRAIN_S = 5.0
+"""How long a failed or cancelled production may take to bring home what is pending."""
+
 
 class AgentLoopManagerStatus(enum.StrEnum):
     NORMAL = "normal"
@@ -61,6 +64,8 @@ class AgentLoopManager:
         stall_timeout_s: float = 900.0,
         on_progress: OnProgress | None = None,
     ) -> None:
+        self.needs_groups = True
+        """Whether an empty colocated batch is an error. Evaluation counts what failed instead."""
         self.tasks = {task.name: task for task in tasks}
         self.buffer = buffer
         self.progress = ProduceProgress.build(self.tasks)
@@ -102,13 +107,18 @@ class AgentLoopManager:
         self.buffer.refresh_staleness(train_step, self.tasks)
         try:
             status = await self._produce(sizes, train_step)
-        finally:
-            # Only when all tasks are done, so that a fast one never pauses a slow one.
-            await self._pause()
+        except BaseException:
+            # The run ends here. What does not come home now is given back by a restart.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FAILED_DRAIN_S):
+                    await self._pause()
+            raise
+        # Only when all tasks are done, so that a fast one never pauses a slow one.
+        await self._pause()
         if status is ProduceBatchStatus.EXPIRED_BATCH:
             raise RunError(f"train step {train_step}: weights {model_step} are too old to produce for it")
         ready = {name: min(size, self.buffer.count(name, Status.COMPLETED)) for name, size in sizes.items()}
-        if not any(ready.values()):
+        if not any(ready.values()) and self.needs_groups:
             raise RunError(f"train step {train_step}: no group was produced. {self._watchdog.counts(self.progress)}")
         return self._take(ready, train_step, status)
 
@@ -318,7 +328,10 @@ class AgentLoopManager:
                 task.strategy.pause_produce(self._context(task, 0, self.progress.producer_future_step))
                 for task in self.tasks.values()
             ]
-            await _together(drains)
+            # Each to its end, also when one fails: nothing is left running.
+            for drained in await asyncio.gather(*drains, return_exceptions=True):
+                if isinstance(drained, BaseException):
+                    raise drained
             # Nothing is pending any more; the engines still have to be stopped before weights change.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._pause_deadlines.request_timeout_s):

@@ -75,7 +75,11 @@ class PendingTasks:
             raise failure
 
     async def cancel(self, store: Store) -> int:
-        """Cancel what still runs and store it as ABORTED with its prompt and record; returns how many."""
+        """Cancel what still runs and store it as ABORTED with its prompt and record; returns how many.
+
+        What storing raises is raised at the end, as in `drain`.
+        """
+        failure: Exception | None = None
         cancelled = list(self._running.items())
         for task, _ in cancelled:
             # Claimed first: from here on only this path stores it.
@@ -88,11 +92,22 @@ class PendingTasks:
             try:
                 finished = task.done() and not task.cancelled() and task.exception() is None
                 await store(task.result() if finished else _aborted(group))
+            except Exception as error:
+                failure = failure or error
             finally:
                 self._storing -= 1
-        await self.store_finished(store)
         self._notify()
+        await self.drain(store)
+        if failure is not None:
+            raise failure
         return len(cancelled)
+
+    def abandon(self) -> None:
+        """Cancel what still runs and store nothing: the run ends, and a restart gives these groups back."""
+        # Claimed first, so that no later drain takes a cancelled task for a finished one.
+        running, self._running = self._running, {}
+        for task in running:
+            task.cancel()
 
     def _ended(self, task: asyncio.Task[Group]) -> None:
         if self._running.pop(task, None) is not None:

@@ -45,7 +45,7 @@ class ProduceProgress:
         self.produce_time_s = 0.0
         """Wall time inside production since the last non-empty batch, without waiting."""
         self.finished_groups = 0
-        """Groups whose attempt ended, for whatever reason; the watchdog looks at nothing else."""
+        """Groups that were played and judged; the watchdog looks at nothing else. A failed group is no progress."""
 
     @classmethod
     def build(cls, task_names: Iterable[str]) -> ProduceProgress:

@@ -115,6 +115,9 @@ class PooledStrategy(ProduceStrategy):
                 await self._pending.drain(ctx.put_generated_group)
         except TimeoutError:
             await self._pending.cancel(ctx.put_generated_group)
+        except asyncio.CancelledError:
+            self._pending.abandon()
+            raise
         return loop.time() - started
 
     async def _start_groups(self, ctx: ProduceContext, n: int, statuses: Sequence[Status]) -> None:

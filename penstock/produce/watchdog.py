@@ -64,9 +64,14 @@ class Watchdog:
             except TimeoutError:
                 raise DeadlineExceeded(
                     f"no group finished for {self._stall_timeout_s:g} s. {self._oldest()} {self.counts(progress)}"
+                    f"{self._last_failures()}"
                 ) from None
             if report:
                 self._report(progress)
+
+    def _last_failures(self) -> str:
+        failed = {task.runtime.failures.last_failure for task in self._tasks.values()} - {""}
+        return f". The last failures: {'; '.join(sorted(failed))}" if failed else ""
 
     def _oldest(self) -> str:
         """Names the group that has been playing longest, and what its rollouts wait for."""

@@ -148,7 +148,8 @@ class ModelSteps(NamedTuple):
 
 def model_steps(group: Group) -> ModelSteps:
     # A run is (model step, tokens), so the least run has the least step and the greatest the greatest.
-    runs = [rollout.response.steps for rollout in group if rollout.response.steps]
+    runs = {rollout.response.steps for rollout in group}
+    runs.discard(())
     if not runs:
         return ModelSteps()
     newest = [max(steps)[0] for steps in runs]

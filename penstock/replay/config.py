@@ -8,6 +8,7 @@ from typing import Literal
 from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.replay.buffer import ReplayBuffer
+from penstock.replay.disk import Disk
 from penstock.replay.ledger import Ledger
 from penstock.replay.shelf import Order
 from penstock.replay.storage import MemoryStorage
@@ -19,7 +20,7 @@ class ReplayBufferConfig(Config):
     storage: Literal["memory", "sqlite"] = "memory"
     """`sqlite` survives the process: a restart goes on from the run directory's ledger."""
 
-    def build(self, run_dir: Path | None = None) -> ReplayBuffer:
+    def build(self, run_dir: Path | None = None, *, disk: Disk | None = None) -> ReplayBuffer:
         """With `sqlite` the ledger is opened or begun; one that holds groups must then be restored.
 
         Raises LedgerError when it is held by another process, damaged, or of another format.
@@ -28,4 +29,4 @@ class ReplayBufferConfig(Config):
             return ReplayBuffer(order=self.order, storage=MemoryStorage())
         if run_dir is None:
             raise ConfigError("ReplayBufferConfig.storage is 'sqlite', which needs a run directory; none was given")
-        return ReplayBuffer(order=self.order, storage=Ledger.open(run_dir))
+        return ReplayBuffer(order=self.order, storage=Ledger.open(run_dir, disk=disk))

@@ -124,6 +124,8 @@ class Ledger:
             else:
                 schema.migrate(connection, path)
                 schema.check_structure(connection, path)
+                # A log begun anew: what two torn ends in a row leave behind could look like damage.
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             return cls(connection, lock, path, threaded=threaded, clock=clock, flush_timeout_s=flush_timeout_s)
         except BaseException as error:
             if connection is not None:

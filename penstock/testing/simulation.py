@@ -30,6 +30,7 @@ from penstock.produce import (
     default_is_valid_sample,
 )
 from penstock.produce.pause import PauseDeadlines
+from penstock.replay import Storage
 from penstock.rollout import RolloutState, Status
 from penstock.testing.clock import run_virtual
 from penstock.testing.engine import EngineFaults, EngineScript
@@ -70,17 +71,8 @@ def simulate(seed: int) -> History:
 
 def run_scenario(scenario: Scenario) -> History:
     seed = scenario.seed
-    world = ScriptedWorld(
-        scenario.tasks,
-        batch_size=scenario.batch_size,
-        engine=scenario.engine,
-        seed=seed,
-        sync_weights_interval=scenario.sync_weights_interval,
-        pause_deadlines=PauseDeadlines(request_timeout_s=10.0, resend_interval_s=5.0),
-        stall_timeout_s=20_000.0,
-        flush_s=scenario.flush_s,
-    )
-    run = _Run(scenario, world)
+    world = build_world(scenario)
+    run = Run(scenario, world)
     try:
         run_virtual(run.main(), seed=seed, deadline=VIRTUAL_DEADLINE_S, after_turn=run.after_turn)
         world.findings().require_none()
@@ -90,6 +82,21 @@ def run_scenario(scenario: Scenario) -> History:
             f"replay it with: python -m penstock.testing.simulation {seed}"
         ) from error
     return world.history
+
+
+def build_world(scenario: Scenario, *, storage: Storage | None = None, history: History | None = None) -> ScriptedWorld:
+    return ScriptedWorld(
+        scenario.tasks,
+        batch_size=scenario.batch_size,
+        engine=scenario.engine,
+        seed=scenario.seed,
+        sync_weights_interval=scenario.sync_weights_interval,
+        pause_deadlines=PauseDeadlines(request_timeout_s=10.0, resend_interval_s=5.0),
+        stall_timeout_s=20_000.0,
+        flush_s=scenario.flush_s,
+        storage=storage,
+        history=history,
+    )
 
 
 def simulate_many(seeds: range) -> list[str]:
@@ -104,12 +111,13 @@ def simulate_many(seeds: range) -> list[str]:
     return problems
 
 
-class _Run:
-    """One consumer and its world."""
+class Run:
+    """One consumer and its world, from the beginning or from a checkpoint."""
 
-    def __init__(self, scenario: Scenario, world: ScriptedWorld) -> None:
+    def __init__(self, scenario: Scenario, world: ScriptedWorld, checkpoint_step: int = 0) -> None:
         self.scenario = scenario
         self.world = world
+        self.checkpoint_step = checkpoint_step
         self.manager = world.manager
         self.random = random.Random(f"consumer {scenario.seed}")
         self._checked = 0
@@ -130,11 +138,11 @@ class _Run:
             self.world.check_bound()
 
     async def _colocated(self) -> None:
-        model_step, train_step = 0, 1
+        model_step, train_step = self.checkpoint_step, self.checkpoint_step + 1
         while train_step <= self.scenario.train_steps:
             result = await self.manager.produce_batch(self.scenario.batch_size, train_step, model_step=model_step)
             self._require_none_pending()
-            if not await self._train(result, train_step):
+            if not await self.train(result, train_step):
                 continue
             if train_step % self.scenario.sync_weights_interval == 0:
                 await self.world.load_weights(train_step)
@@ -144,8 +152,8 @@ class _Run:
 
     async def _disaggregated(self) -> None:
         producer = asyncio.create_task(self.manager.produce_loop(self.scenario.batch_size), name="produce loop")
-        await self.manager.continue_produce(0)
-        train_step = 1
+        await self.manager.continue_produce(self.checkpoint_step)
+        train_step = self.checkpoint_step + 1
         while train_step <= self.scenario.train_steps:
             result = await self._get_batch(train_step)
             if not result.groups:
@@ -153,7 +161,7 @@ class _Run:
                     raise PenstockError(f"an empty batch for step {train_step} without need: {result.status}")
                 await self._sync(train_step - 1)
                 continue
-            if not await self._train(result, train_step):
+            if not await self.train(result, train_step):
                 continue
             due = train_step % self.scenario.sync_weights_interval == 0
             if due or result.status is ProduceBatchStatus.EXPIRED_BATCH:
@@ -185,7 +193,8 @@ class _Run:
         await self.world.load_weights(model_step)
         await self.manager.continue_produce(model_step)
 
-    async def _train(self, result: ProduceBatchResult, train_step: int) -> bool:
+    async def train(self, result: ProduceBatchResult, train_step: int) -> bool:
+        """Whether the step was trained, not refused."""
         self._require_whole(result, train_step)
         await asyncio.sleep(max(0.0, self.scenario.train_s(self.random)))
         trained = self.random.random() >= self.scenario.refused
@@ -196,13 +205,17 @@ class _Run:
             await self.manager.return_batch(train_step)
         return trained
 
+    def newest_weights(self) -> int:
+        """The last that can have made a token."""
+        return self.manager.model_step
+
     def _require_whole(self, result: ProduceBatchResult, train_step: int) -> None:
         if len(result.groups) != self.scenario.batch_size:
             raise PenstockError(f"step {train_step}: {len(result.groups)} groups, not {self.scenario.batch_size}")
         for rollout in (rollout for group in result.groups for rollout in group):
             judged = rollout.reward is not None and math.isfinite(rollout.reward.score)
             newest = max((step for step, _ in rollout.response.steps), default=0)
-            if rollout.status is not Status.COMPLETED or not judged or newest > self.manager.model_step:
+            if rollout.status is not Status.COMPLETED or not judged or newest > self.newest_weights():
                 raise PenstockError(
                     f"step {train_step}: consumed {rollout.rollout_id}, {rollout.status}, {rollout.reward}, "
                     f"tokens of {rollout.response.steps}, weights {self.manager.model_step}"

@@ -32,10 +32,10 @@ from penstock.produce.failures import DeadLetters, FailurePolicy
 from penstock.produce.pause import PauseDeadlines
 from penstock.produce.task import Task
 from penstock.produce.watchdog import OnProgress
-from penstock.replay import GroupState, ReplayBuffer
+from penstock.replay import GroupState, ReplayBuffer, Storage
 from penstock.rollout import Prompt, SampleParams, Status, pack_ids
 from penstock.testing.engine import EngineScript, ScriptedEngine
-from penstock.testing.history import Findings, RecordingStorage, check_history
+from penstock.testing.history import Findings, History, RecordingStorage, check_history
 from penstock.testing.judger import JudgerScript, ScriptedJudger
 from penstock.testing.script import Distribution
 from penstock.testing.tokenizer import CharTokenizer
@@ -69,17 +69,20 @@ class ScriptedWorld:
         pause_deadlines: PauseDeadlines | None = None,
         stall_timeout_s: float = 900.0,
         flush_s: Distribution | None = None,
+        storage: Storage | None = None,
+        history: History | None = None,
         dead_letters: Path | None = None,
         on_progress: OnProgress | None = None,
         manager_class: type[AgentLoopManager] = AgentLoopManager,
     ) -> None:
+        """`storage` keeps the groups, in memory unless one is given; `history` is gone on with after a restart."""
         self.specs = {task.name: task for task in tasks or [ScriptedTask()]}
         self.batch_size = batch_size
         self.sync_weights_interval = sync_weights_interval
         self.engine: Engine = ScriptedEngine(engine, seed=seed) if isinstance(engine, EngineScript | None) else engine
-        storage = RecordingStorage(flush_s=flush_s, seed=seed)
-        self.history = storage.history
-        self.buffer = ReplayBuffer(storage=storage)
+        recording = RecordingStorage(storage, history=history, flush_s=flush_s, seed=seed)
+        self.history = recording.history
+        self.buffer = ReplayBuffer(storage=recording)
         self.judgers: dict[str, ScriptedJudger] = {}
         self.rules = {name: task.strategy.stale_rule(sync_weights_interval) for name, task in self.specs.items()}
         self._sizes: list[dict[str, int]] = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import threading
 import time
@@ -20,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import CheckpointError, RefusedError, StepRefused, StorageError
+from penstock.errors import CheckpointError, RefusedError, RunError, StepRefused, StorageError
 from penstock.learn.batch import TrainBatch, prepare_batch
 from penstock.produce import ProduceBatchResult
 from penstock.rollout import Group
@@ -45,6 +46,12 @@ class Summary(msgspec.Struct, kw_only=True):
     eval_accuracy_after: float | None = None
     eval_greedy_before: float | None = None
     eval_greedy_after: float | None = None
+    eval_after_step: int | None = None
+    """The model step of the `after` figures; None when nothing was evaluated after training."""
+    eval_failed_prompts: int = 0
+    """Of the last evaluation; they are in none of its figures."""
+    error: str | None = None
+    """Why the run stopped early."""
     train_seconds: float = 0.0
     """In train steps, evaluation not included."""
     wall_seconds: float = 0.0
@@ -103,10 +110,10 @@ class RLTrainer:
 
     async def _fit(self) -> Summary:
         started = time.perf_counter()
-        self._open_run_dir()
-        self._display.start(f"{self.run_dir.name}: {self.config.model}", self.config.total_steps)
-        with self._signals():
+        with self._signals(), self._warnings():
             try:
+                self._open_run_dir()
+                self._display.start(f"{self.run_dir.name}: {self.config.model}", self.config.total_steps)
                 await self._begin()
                 await self._run_steps()
                 self.summary.interrupted = self._stop_requested and self.summary.steps < self.config.total_steps
@@ -114,11 +121,18 @@ class RLTrainer:
                     await self._checkpoint(self.summary.steps, self._last_metrics)
                 if not self.summary.interrupted and self.summary.steps % self.config.eval_interval:
                     await self._evaluate(self.summary.steps)
-                await self._export_hf()
+                if self.summary.steps:
+                    await self._export_hf()
                 self.summary.wall_seconds += time.perf_counter() - started
                 self._write("summary.json", self.summary)
                 self._display.finish(msgspec.to_builtins(self.summary))
                 return self.summary
+            except RunError as error:
+                self.summary.error = f"{type(error).__name__}: {error}"
+                self.summary.wall_seconds += time.perf_counter() - started
+                with contextlib.suppress(StorageError):
+                    self._write("summary.json", self.summary)
+                raise
             finally:
                 for tracker in self._trackers:
                     tracker.close()
@@ -238,7 +252,8 @@ class RLTrainer:
         seconds = times.seconds
         step_s = sum(seconds.values())
         self.summary.train_seconds += step_s
-        metrics = metrics | times.metrics() | {"time/step_s": step_s}
+        judging = {f"judger/{name}": value for name, value in self.parts.judgers.metrics().items()}
+        metrics = metrics | judging | times.metrics() | {"time/step_s": step_s}
         if seconds.get("train"):
             metrics["tokens/trained_per_s"] = metrics["trained_tokens"] / seconds["train"]
         self._last_metrics = metrics
@@ -259,18 +274,25 @@ class RLTrainer:
     async def _evaluate(self, model_step: int, *, shares_engine: bool = False) -> None:
         if self.parts.evaluator is None:
             return
+        if await self.parts.engine.model_step() != model_step:
+            # Between two syncs the engine is behind; what is measured must be what is named.
+            await self.parts.channel.publish(self.parts.worker, model_step)
         times = StageTimes(self._display)
         with times.stage("eval"):
             evaluation = await self.parts.evaluator.evaluate(model_step, shares_engine=shares_engine)
-            self._trajectories.save(f"eval-{model_step}", evaluation.groups, model_step + 1)
+            await asyncio.to_thread(self._trajectories.save, f"eval-{model_step}", evaluation.groups, model_step + 1)
         metrics = evaluation.metrics | times.metrics()
         for tracker in self._trackers:
             tracker.log(model_step, metrics)
         self._display.evaluated(model_step, metrics)
         accuracy, greedy = metrics.get("eval/accuracy"), metrics.get("eval/greedy_accuracy")
+        failed = metrics.get("eval/failed_prompts", 0.0) + metrics.get("eval/greedy_failed_prompts", 0.0)
+        self.summary.eval_failed_prompts = int(failed)
         if model_step == 0:
             self.summary.eval_accuracy_before, self.summary.eval_greedy_before = accuracy, greedy
-        self.summary.eval_accuracy_after, self.summary.eval_greedy_after = accuracy, greedy
+        else:
+            self.summary.eval_accuracy_after, self.summary.eval_greedy_after = accuracy, greedy
+            self.summary.eval_after_step = model_step
 
     # The run directory.
 
@@ -294,6 +316,17 @@ class RLTrainer:
         self._display.stage("export")
         await asyncio.to_thread(self.parts.worker.save_hf, str(directory))
         self.summary.hf_dir = str(directory)
+
+    @contextlib.contextmanager
+    def _warnings(self) -> Iterator[None]:
+        """What parts of Penstock warn of is shown where the run is shown."""
+        handler = _ToDisplay(self._display)
+        logger = logging.getLogger("penstock")
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
 
     # Signals.
 
@@ -321,3 +354,12 @@ class RLTrainer:
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
+
+
+class _ToDisplay(logging.Handler):
+    def __init__(self, display: Display) -> None:
+        super().__init__(logging.WARNING)
+        self._display = display
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._display.note(f"{record.levelname.lower()}: {record.getMessage()}")

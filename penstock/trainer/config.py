@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pydantic
 
+from penstock.agent_loop import SingleTurnAgentLoop
 from penstock.config import Config, dotted_name
 from penstock.engine import EmbeddedEngineConfig
 from penstock.learn import TrainWorkerConfig
@@ -65,6 +66,8 @@ class RLTrainerConfig(Config):
                 f"{self.train.updates_per_batch}; the first must be a multiple of the second"
             )
         for task in tasks:
+            if task.judger_config is None and task.agent_loop_config.loop is SingleTurnAgentLoop:
+                yield f"task {task.task_name!r} has no judger_config, and SingleTurnAgentLoop sets no reward itself"
             if self.train.advantage in ("grpo", "dr_grpo", "rloo") and task.sampler_config.prompt_repeat_k < 2:
                 yield (
                     f"task {task.task_name!r}: sampler_config.prompt_repeat_k is "

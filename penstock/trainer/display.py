@@ -9,6 +9,7 @@ A metric that a run does not report is not shown. The trainer calls the methods;
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import sys
@@ -97,7 +98,14 @@ class PlainDisplay:
         pass
 
     def _line(self, text: str) -> None:
-        print(text, file=self._out, flush=True)
+        if self._out.closed:
+            return
+        try:
+            print(text, file=self._out, flush=True)
+        except BrokenPipeError:
+            # Whoever read along has left; the run goes on without them.
+            with contextlib.suppress(BrokenPipeError):
+                self._out.close()
 
 
 class LiveDisplay:
@@ -220,6 +228,9 @@ def step_line(metrics: Mapping[str, float]) -> str:
     if "reward/mean" in metrics:
         words.append(f"reward {metrics['reward/mean']:.3f}")
     words += training_words(metrics)
+    discarded = {key.rpartition("/")[2]: value for key, value in metrics.items() if "/discarded/" in key and value}
+    if discarded:
+        words.append("discarded " + ", ".join(f"{value:.0f} {reason}" for reason, value in discarded.items()))
     if "time/step_s" in metrics:
         stages = [f"{name} {metrics[key]:.1f}" for key, (name, _) in STAGES.items() if metrics.get(key, 0.0) >= 0.05]
         words.append(f"{metrics['time/step_s']:.1f} s" + (f" ({', '.join(stages)})" if stages else ""))
@@ -253,6 +264,9 @@ def eval_line(metrics: Mapping[str, float]) -> str:
         for key, name in (("eval/accuracy", "accuracy"), ("eval/greedy_accuracy", "greedy"))
         if key in metrics
     ]
+    failed = metrics.get("eval/failed_prompts", 0.0) + metrics.get("eval/greedy_failed_prompts", 0.0)
+    if failed:
+        words.append(f"{failed:.0f} prompts failed and are not counted")
     if not words:
         words = [f"{key.removeprefix('eval/')} {value:.4g}" for key, value in metrics.items()]
     return "  ".join(words)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -82,6 +83,7 @@ class Evaluator:
         tokenizer: Tokenizer,
         judgers: JudgerSet,
         seed: int,
+        dead_letters: Path | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         self._config = config
@@ -90,6 +92,7 @@ class Evaluator:
         self._tokenizer = tokenizer
         self._judgers = judgers
         self._seed = seed
+        self._dead_letters = dead_letters
         self._on_progress = on_progress
 
     async def evaluate(self, model_step: int, *, shares_engine: bool = False) -> Evaluation:
@@ -105,10 +108,12 @@ class Evaluator:
             buffer=ReplayBuffer(),
             prompts={task.task_name: self._prompts[_base_name(task.task_name)] for task in config.task_list},
             run_seed=self._seed,
+            dead_letters=self._dead_letters,
             on_progress=self._on_progress,
             pauses_engine=not shares_engine,
         )
         manager = config.build(world, _EveryPrompt)
+        manager.needs_groups = False
         sizes = {name: len(prompts) for name, prompts in world.prompts.items()}
         result = await manager.produce_batch(sum(sizes.values()), model_step + 1, model_step=model_step)
         metrics: dict[str, float] = {}
@@ -134,7 +139,7 @@ class Evaluator:
 
 
 class _EveryPrompt(AgentLoopManager):
-    """Each task's batch is all of its prompts."""
+    """Each task's batch is all of its prompts; none has to succeed."""
 
     def get_task_batch_sizes(self, batch_size: int, train_step: int) -> dict[str, int]:
         return {name: len(task.runtime.sampler) for name, task in self.tasks.items()}

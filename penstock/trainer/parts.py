@@ -15,10 +15,12 @@ from penstock.ports import Engine, Tokenizer, WeightChannel
 from penstock.produce import AgentLoopManager, World, load_prompts
 from penstock.produce.watchdog import OnProgress
 from penstock.replay import ReplayBuffer
+from penstock.replay.disk import Disk
 from penstock.trainer.checkpoints import CheckpointStore
 from penstock.trainer.config import RLTrainerConfig
 from penstock.trainer.display import Display, make_display
 from penstock.trainer.evaluator import Evaluator
+from penstock.trainer.files import Files
 from penstock.trainer.resume import Beginning, find_beginning
 from penstock.weights import InProcessChannel, SharedMemoryChannel
 
@@ -68,7 +70,7 @@ class _Opened:
             threads=self.config.threads()[1],
         )
 
-    def evaluator(self, engine: Engine) -> Evaluator | None:
+    def evaluator(self, engine: Engine, dead_letters: Path | None = None) -> Evaluator | None:
         if self.config.evaluator is None:
             return None
         return Evaluator(
@@ -78,6 +80,7 @@ class _Opened:
             tokenizer=self.tokenizer,
             judgers=self.judgers,
             seed=self.config.seed + EVAL_SEED,
+            dead_letters=dead_letters,
             on_progress=self.on_progress,
         )
 
@@ -100,21 +103,32 @@ def build_trainer(
     run_dir: Path,
     display: Display | None,
     resume: str | None,
+    *,
+    disk: Disk | None = None,
+    files: Files | None = None,
 ) -> TrainerT:
     """Check everything, find where to begin, scan the datasets, load the model, open the run directory; in that order.
 
+    `disk` is how the ledger reaches the disk and `files` how checkpoints do, for fault injection.
     Raises RefusedError; until the datasets are scanned nothing is written, and no weight is loaded.
     """
     config.check()
     display = display or make_display(terminal=False)
-    checkpoints = CheckpointStore(run_dir / "checkpoints", keep=config.keep_checkpoints)
+    checkpoints = CheckpointStore(run_dir / "checkpoints", keep=config.keep_checkpoints, files=files)
     beginning = find_beginning(run_dir, resume, config.describe(), checkpoints)
-    return trainer(config, _build_parts(config, run_dir, display, checkpoints), run_dir, display, beginning)
+    parts = _build_parts(config, run_dir, display, checkpoints, disk)
+    return trainer(config, parts, run_dir, display, beginning)
 
 
-def _build_parts(config: RLTrainerConfig, run_dir: Path, display: Display, checkpoints: CheckpointStore) -> Parts:
+def _build_parts(
+    config: RLTrainerConfig, run_dir: Path, display: Display, checkpoints: CheckpointStore, disk: Disk | None
+) -> Parts:
     opened = _Opened(config, display)
     prompts = load_prompts(config.manager.task_list, opened.tokenizer, context=opened.context)
+    for task, loaded in (prompts | opened.eval_prompts).items():
+        if loaded.dropped or loaded.quarantined:
+            left_out = f"{loaded.dropped} over-long prompts dropped, {loaded.quarantined} bad rows set aside"
+            display.note(f"task {task!r}: {len(loaded)} prompts; {left_out}")
     worker = config.train.build(
         opened.model_dir,
         total_steps=config.total_steps,
@@ -122,7 +136,7 @@ def _build_parts(config: RLTrainerConfig, run_dir: Path, display: Display, check
         threads=config.threads()[0],
     )
     engine = opened.engine()
-    buffer = config.replay_buffer.build(run_dir)
+    buffer = config.replay_buffer.build(run_dir, disk=disk)
     world = World(
         engine=engine,
         tokenizer=opened.tokenizer,
@@ -143,7 +157,7 @@ def _build_parts(config: RLTrainerConfig, run_dir: Path, display: Display, check
         worker=worker,
         buffer=buffer,
         manager=config.manager.build(world),
-        evaluator=opened.evaluator(engine),
+        evaluator=opened.evaluator(engine, run_dir / "eval_dead_letters.jsonl"),
         checkpoints=checkpoints,
         model_dir=opened.model_dir,
     )

@@ -6,6 +6,7 @@ what cannot be resumed is refused, with the reason.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def find_beginning(run_dir: Path, resume: str | None, config: dict[str, Any], st
         if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
             hint = "add --resume to continue it, or name another with --run-dir" if begun else "use another --run-dir"
             raise RefusedError(f"run directory {run_dir} is not empty; {hint}")
+        _check_writable(run_dir)
         return Beginning()
     if not begun:
         if resume == AUTO:
@@ -56,3 +58,10 @@ def find_beginning(run_dir: Path, resume: str | None, config: dict[str, Any], st
     changed = [f"changed: {difference}" for difference in config_differences(checkpoint.config, config)]
     skipped = [f"checkpoint passed over: {problem}" for problem in checkpoint.skipped]
     return Beginning(checkpoint, [*skipped, *changed, f"resuming from {checkpoint.path}"])
+
+
+def _check_writable(run_dir: Path) -> None:
+    """Nothing is made yet: the nearest directory that exists must take new ones."""
+    parent = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise RefusedError(f"run directory {run_dir} cannot be made: {parent} is not a directory one can write to")

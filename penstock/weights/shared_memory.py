@@ -22,7 +22,7 @@ import numpy as np
 from penstock.errors import ConfigError, WeightSyncError
 from penstock.ports import Engine, Published, WeightSource
 from penstock.weights.confirm import load_confirmed
-from penstock.weights.digest import THREADS, Bytes, Digest, TensorEntry, copy_piece, dtype_name, pieces, tensor_bytes
+from penstock.weights.digest import THREADS, Bytes, Digest, TensorEntry, chunks, copy_chunk, dtype_name, tensor_bytes
 from penstock.weights.stored import SharedMemoryWeights
 
 ALIGNMENT = 64
@@ -149,14 +149,14 @@ class _Writer:
 
     def _copy_bucket(self) -> None:
         jobs = [
-            self._pool.submit(copy_piece, target[piece], data[piece])
+            self._pool.submit(copy_chunk, target[chunk], data[chunk])
             for entry, target, data in self._bucket
-            for piece in pieces(entry.num_bytes)
+            for chunk in chunks(entry.num_bytes)
         ]
         done = iter(jobs)
         for entry, _, _ in self._bucket:
             self._digest.begin(entry)
-            for _ in pieces(entry.num_bytes):
+            for _ in chunks(entry.num_bytes):
                 self._digest.add(next(done).result())
         self._bucket.clear()
 

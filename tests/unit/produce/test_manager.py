@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.errors import CircuitOpen, DeadlineExceeded, RunError
@@ -200,6 +201,20 @@ def test_the_producer_runs_ahead_exactly_as_far_as_its_weights_may_serve(asynchr
     assert run_virtual(main()) == (12, AgentLoopManagerStatus.EXPIRED_BATCH, 7)
 
 
+def test_what_is_too_stale_for_the_asked_step_is_not_handed_out(asynchronous: NewTask) -> None:
+    async def main() -> tuple[dict[int, int], dict[str, int]]:
+        world = ScriptedWorld([asynchronous()])
+        loop = await producing(world)
+        await asyncio.sleep(1000)
+        await world.sync_weights(1)
+        result = await world.manager.get_batch(4, 2)
+        await world.manager.shutdown()
+        await loop
+        return result.tasks["task"].staleness, result.tasks["task"].discarded
+
+    assert run_virtual(main()) == ({0: 4}, {"expired": 4})
+
+
 def test_steps_move_when_a_batch_is_asked_for_and_when_it_is_handed_out(asynchronous: NewTask) -> None:
     async def main() -> list[int]:
         world = ScriptedWorld([asynchronous(max_staleness=1, enable_partial_rollout=True)])
@@ -287,6 +302,7 @@ def test_a_refused_disaggregated_step_gets_the_same_groups_and_the_bound_holds(a
         loop = await producing(world)
         first = await world.manager.get_batch(4, 1)
         await world.manager.return_batch(1)
+        assert world.manager.progress.consumed_samples == {"task": 0}
         world.check_bound()
         await asyncio.sleep(1000)
         world.check_bound()
@@ -391,6 +407,28 @@ def test_the_producers_exception_ends_get_batch_at_once_as_itself(asynchronous: 
     assert run_virtual(main()) == 7.0
 
 
+def test_a_failure_in_one_tasks_drain_leaves_no_other_task_running(asynchronous: NewTask) -> None:
+    def nothing_passes(samples: list[RolloutState]) -> bool:
+        return False
+
+    async def main() -> None:
+        failing = asynchronous(
+            name="failing", is_valid_sample_fn=nothing_passes, failures=FailurePolicyConfig(max_filtered_in_a_row=1)
+        )
+        engine = msgspec.structs.replace(by_task(failing=5, slow=100), pause_s=20.0)
+        world = ScriptedWorld([failing, asynchronous(name="slow")], engine=engine)
+        loop = await producing(world)
+        await asyncio.sleep(4)
+        with pytest.raises(CircuitOpen):
+            await world.manager.shutdown()
+        await asyncio.gather(loop, return_exceptions=True)
+        assert [task.strategy.pending_task_count() for task in world.manager.tasks.values()] == [0, 0]
+        assert world.buffer.count("slow", Status.ABORTED) == 2
+        assert len(asyncio.all_tasks()) == 1
+
+    run_virtual(main())
+
+
 def test_a_cancelled_producer_ends_get_batch() -> None:
     async def main() -> None:
         world = ScriptedWorld([ScriptedTask(strategy=AsyncProduceStrategyConfig())])
@@ -486,6 +524,30 @@ def test_tasks_are_drained_together_after_the_signal_is_set() -> None:
         return at, seen
 
     assert run_virtual(main()) == (10.0, [True, True])
+
+
+def test_a_pause_waits_for_a_strategy_that_is_slow_to_stop() -> None:
+    class SlowToStop(Watched):
+        async def produce_batch(self, ctx: ProduceContext) -> ProduceBatchStatus:
+            status = await super().produce_batch(ctx)
+            await asyncio.sleep(20)
+            return status
+
+    class SlowToStopConfig(ProduceStrategyConfig):
+        def build(self, *, sync_weights_interval: int = 1) -> ProduceStrategy:
+            return SlowToStop(0.0)
+
+    async def main() -> float:
+        world = ScriptedWorld([ScriptedTask(strategy=SlowToStopConfig())])
+        loop = await producing(world)
+        await asyncio.sleep(1)
+        await world.manager.pause_produce()
+        at = now()
+        await world.manager.shutdown()
+        await loop
+        return at
+
+    assert run_virtual(main()) == 21.0
 
 
 def test_a_user_strategy_needs_no_more_than_produce_batch() -> None:

@@ -7,7 +7,8 @@ import pytest
 from penstock.agent_loop import SingleTurnAgentLoopConfig
 from penstock.data import AdditionConfig, SamplerConfig
 from penstock.errors import ConfigError
-from penstock.judger import JudgerSet
+from penstock.judger import JudgerConfig, JudgerSet
+from penstock.ports import Judger, Local, Placement
 from penstock.produce import (
     AgentLoopManagerConfig,
     AsyncProduceStrategyConfig,
@@ -18,7 +19,12 @@ from penstock.produce import (
     load_prompts,
 )
 from penstock.replay import ReplayBuffer
-from penstock.testing import CharTokenizer, ScriptedEngine, run_virtual
+from penstock.testing import CharTokenizer, ScriptedEngine, ScriptedJudger, run_virtual
+
+
+class ScriptedJudgerConfig(JudgerConfig):
+    def build(self, placement: Placement = Local()) -> Judger:  # noqa: B008 - it has no state
+        return ScriptedJudger()
 
 
 def spec(name: str = "sums", **options: Any) -> TaskSpecConfig:
@@ -26,6 +32,7 @@ def spec(name: str = "sums", **options: Any) -> TaskSpecConfig:
         task_name=name,
         sampler_config=SamplerConfig(dataset=AdditionConfig(), prompt_repeat_k=2),
         agent_loop_config=SingleTurnAgentLoopConfig(),
+        judger_config=ScriptedJudgerConfig(),
         **options,
     )
 

@@ -168,6 +168,35 @@ def test_what_a_task_raises_is_raised_after_everything_else_was_stored() -> None
     assert run_virtual(main()) == ["good"]
 
 
+def test_what_is_abandoned_is_cancelled_and_stored_by_nobody() -> None:
+    async def main() -> tuple[list[str], int, int]:
+        pending, shelf = PendingTasks(), Shelf()
+        schedule(pending, Signal(), running=100, done=1)
+        await asyncio.sleep(2)
+        pending.abandon()
+        await pending.drain(shelf.put)
+        return shelf.stored, len(pending), len(asyncio.all_tasks())
+
+    assert run_virtual(main()) == (["done"], 0, 1)
+
+
+def test_a_store_that_fails_leaves_nothing_behind_when_the_rest_is_cancelled() -> None:
+    class Full(Shelf):
+        async def put(self, stored: Group) -> None:
+            await super().put(stored)
+            raise OSError("no space left on device")
+
+    async def main() -> tuple[list[str], int]:
+        pending, shelf = PendingTasks(), Full()
+        schedule(pending, Signal(), a=100, b=100, c=1)
+        await asyncio.sleep(2)
+        with pytest.raises(OSError, match="no space"):
+            await pending.cancel(shelf.put)
+        return sorted(shelf.stored), len(pending)
+
+    assert run_virtual(main()) == (["a", "b", "c"], 0)
+
+
 def test_finishing_costs_the_same_with_ten_thousand_pending() -> None:
     async def cost_of_finishing(n: int) -> float:
         pending, signal, shelf = PendingTasks(), Signal(), Shelf()

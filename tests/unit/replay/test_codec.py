@@ -3,12 +3,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.replay.codec import (
     ModelSteps,
     StoredGroup,
+    StoredRollout,
     checksum,
     content_checksum,
     decode_statuses,
@@ -74,6 +75,7 @@ def rollouts(draw: Any, prompt: Prompt) -> RolloutState:
 whole_groups = prompts.flatmap(lambda prompt: st.lists(rollouts(prompt), min_size=1, max_size=3))
 
 
+@settings(max_examples=50, deadline=None)
 @given(whole_groups)
 def test_a_group_comes_back_as_it_was(group: Group) -> None:
     statuses = tuple(rollout.status for rollout in group)
@@ -88,8 +90,6 @@ def test_every_field_of_a_rollout_is_stored() -> None:
     """A field added to the record and not to the ledger would be lost at a restart."""
     beside = {"prompt", "task_name", "group_id", "draw", "status", "response"}
     tokens = {"ids", "logprobs", "mask", "steps"}
-    from penstock.replay.codec import StoredRollout
-
     assert set(StoredRollout.__struct_fields__) == set(RolloutState.__struct_fields__) - beside | tokens
     assert set(Tokens.__struct_fields__) == tokens
 
@@ -116,6 +116,7 @@ def test_the_model_steps_are_those_that_decide_the_expiry(groups: Any) -> None:
     assert model_steps(group) == ModelSteps(2, 5, 9)
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=1, max_size=64), st.data())
 def test_one_flipped_bit_changes_the_checksum(content: bytes, data: st.DataObject) -> None:
     bit = data.draw(st.integers(0, 8 * len(content) - 1))

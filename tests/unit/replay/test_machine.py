@@ -20,7 +20,7 @@ from penstock.rollout import Group, Status
 S, G = Status, GroupState
 RULES = {"sums": StaleRule(2), "code": StaleRule(2, 1), "drop": StaleRule(1, discard_expired=True)}
 TASKS = sorted(RULES)
-EXAMPLES = 60
+EXAMPLES = 40
 
 
 class Known(msgspec.Struct):

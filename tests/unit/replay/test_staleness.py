@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.replay import StaleRule, calculate_seq_staleness, calculate_stale_threshold, group_staleness
@@ -59,6 +59,7 @@ def test_a_version_from_a_lost_lineage_is_not_negative() -> None:
     assert calculate_seq_staleness(model_step=9, train_step=5) == 0
 
 
+@settings(deadline=None)
 @given(runs, rules, st.integers(1, 40))
 def test_the_step_of_expiry_agrees_with_the_definition(
     model_steps: list[Any], rule: StaleRule, train_step: int
@@ -67,6 +68,7 @@ def test_the_step_of_expiry_agrees_with_the_definition(
     assert (rule.expires_at(found) <= train_step) == is_expired(found, rule, train_step)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(runs, st.sampled_from(Status)), min_size=1, max_size=4), rules, st.integers(1, 40))
 def test_marking_expires_exactly_what_is_too_stale_and_says_what_is_next(
     parts: list[Any], rule: StaleRule, train_step: int

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.weights.digest import PIECE, with_pool
+from penstock.weights.digest import CHUNK, with_pool
 from penstock.weights.stored import tensors_checksum
 
 
@@ -26,9 +26,9 @@ def test_every_bit_counts(size: int, where: int, bit: int) -> None:
 
 
 def test_a_bit_of_the_last_piece_counts() -> None:
-    data = torch.zeros(2 * PIECE + 5, dtype=torch.uint8)
+    data = torch.zeros(2 * CHUNK + 5, dtype=torch.uint8)
     before = checksum({"w": data})
-    for where in (0, PIECE - 1, PIECE, 2 * PIECE, 2 * PIECE + 4):
+    for where in (0, CHUNK - 1, CHUNK, 2 * CHUNK, 2 * CHUNK + 4):
         data[where] = 1
         assert checksum({"w": data}) != before
         data[where] = 0
@@ -50,7 +50,7 @@ def test_names_shapes_dtypes_and_contents_belong_to_the_checksum(other: dict[str
 
 
 def test_swapped_pieces_are_noticed() -> None:
-    data = torch.arange(PIECE // 2, dtype=torch.int32)
-    half = PIECE // 4
+    data = torch.arange(CHUNK // 2, dtype=torch.int32)
+    half = CHUNK // 4
     swapped = torch.cat([data[half:], data[:half]])
     assert checksum({"w": data}) != checksum({"w": swapped})
