@@ -90,7 +90,7 @@ class RolloutController:
 
     async def _ask(self, member: Member, request: GenerateRequest) -> Completion:
         """One engine's answer, checked. Whatever is wrong with it counts against that engine."""
-        oldest, times_fenced = self._fleet.published, member.times_fenced
+        oldest, times_fenced = len(self._fleet.history) - 1, member.times_fenced
         timeout_s = self._config.request_timeout_s
         try:
             async with asyncio.timeout(None if self._fleet.pause == "keep" else timeout_s) as scope:
@@ -99,7 +99,7 @@ class RolloutController:
                     completion = await member.engine.generate(request)
                 finally:
                     member.leave(scope)
-            self._check(completion, request, member, oldest)
+            await self._check(completion, request, member, oldest)
         except TimeoutError:
             if member.times_fenced == times_fenced:
                 failure = InfrastructureFailure(
@@ -118,13 +118,16 @@ class RolloutController:
         member.request_failures = 0
         return completion
 
-    def _check(self, completion: Completion, request: GenerateRequest, member: Member, oldest: int) -> None:
+    async def _check(self, completion: Completion, request: GenerateRequest, member: Member, oldest: int) -> None:
+        """`oldest` is the place in the history of what was published when the request began."""
         if completion.ids or len(request.response_ids) < 4 * request.params.max_tokens:
             check_completion(completion, request.request_id)
         fleet = self._fleet
-        newest = fleet.published if fleet.loading_step is None else fleet.loading_step
-        known = range(min(oldest, newest, fleet.published), max(oldest, newest, fleet.published) + 1)
-        wrong = sorted({step for step, _ in completion.steps if step not in known})
+        steps = {step for step, _ in completion.steps}
+        if fleet.loading_step in steps:
+            # Made by weights that this engine has and the sync may still lose.
+            await fleet.load_ended.wait()
+        wrong = sorted(steps.difference(fleet.history[oldest:]))
         if wrong:
             failure = f"answered {request.request_id} with model step {wrong[0]}; published is {fleet.published}"
             fleet.fence(member, failure)
@@ -214,7 +217,7 @@ class RolloutController:
                 if len(failures) == len(members):
                     story = "; ".join(f"{member.name}: {failure}" for member, failure in failures.items())
                     raise WeightSyncError(f"weights {model_step}: no engine confirmed them. {story}")
-                fleet.published = model_step
+                fleet.history.append(model_step)
                 fleet.kept = source if isinstance(source, KeptWeights) else None
                 for member, failure in failures.items():
                     fleet.fence(member, failure)

@@ -76,7 +76,8 @@ class Fleet:
     def __init__(self, engines: Mapping[str, Engine], config: RolloutControllerConfig, model_step: int) -> None:
         self.members = [Member(name, engine) for name, engine in engines.items()]
         self.config = config
-        self.published = model_step
+        self.history = [model_step]
+        """Every model step that was published, in order."""
         self.kept: KeptWeights | None = None
         """The published weights, when they can be read again; None also while the engines' own are the published."""
         self.loading_step: int | None = None
@@ -96,6 +97,10 @@ class Fleet:
         self._starting = False
         """No engine was active yet, and not all have failed."""
         self._stopped = False
+
+    @property
+    def published(self) -> int:
+        return self.history[-1]
 
     @property
     def active(self) -> list[Member]:
