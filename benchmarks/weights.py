@@ -1,8 +1,11 @@
 """What a weight sync costs: the whole transaction to an engine process, beside plain memory bandwidth in the same run.
 
-weights.shared_memory_vs_memcpy  bytes/s of publish (copy, checksum at both ends, load, confirm), as a share of
-                                 the bytes/s of a two-thread memcpy of as many bytes
+weights.shared_memory_vs_memcpy  bytes/s of publish (copy, checksum at both ends, load, confirm), as a share of the
+                                 bytes/s of a two-thread memcpy of as many bytes
 weights.extra_memory_mb          shared memory, and what both processes grew by at the most
+
+Both for the engine as it is by default, whose fused layout transposes every matrix, and with the suffix _own_layout
+for one that keeps the model's.
 
 python benchmarks/weights.py [--layers 30] [--rounds 7]
 """
@@ -128,10 +131,11 @@ async def measure(directory: Path, weights: Weights, rounds: int, threads: int, 
     finally:
         await channel.close()
         await engine.close()
+    suffix = "" if fused else "_own_layout"
     speed, copy = statistics.median(speeds), statistics.median(copies)
     ratio = statistics.median(s / c for s, c in zip(speeds, copies, strict=True))
     report(
-        "weights.shared_memory_vs_memcpy" + ("_fused" if fused else ""),
+        "weights.shared_memory_vs_memcpy" + suffix,
         ratio,
         "ratio",
         bytes=weights.num_bytes,
@@ -141,10 +145,8 @@ async def measure(directory: Path, weights: Weights, rounds: int, threads: int, 
         first_sync_s=round(first.seconds, 4),
         ratios=[round(s / c, 3) for s, c in zip(speeds, copies, strict=True)],
     )
-    if not fused:
-        return  # there the engine's first weights are pages of the model's file, which turn private with the first sync
     report(
-        "weights.extra_memory_mb",
+        "weights.extra_memory_mb" + suffix,
         (weights.num_bytes + private) / MB,
         "MB",
         weights_mb=round(weights.num_bytes / MB),
@@ -167,7 +169,7 @@ def main() -> None:
     model = make_model(arguments.layers)
     with tempfile.TemporaryDirectory() as directory:
         save(model, Path(directory))
-        for fused in (False, True):
+        for fused in (True, False):
             asyncio.run(measure(Path(directory), Weights(model), arguments.rounds, arguments.threads, fused=fused))
 
 

@@ -272,6 +272,10 @@ def _run_dir(options: argparse.Namespace) -> Path:
     if options.next_run_dir:
         return next_free(directory)
     if options.resume is None and _is_taken(directory):
+        from penstock.replay.ledger import LOCK_FILE
+        from penstock.replay.lock import check_free
+
+        check_free(directory / LOCK_FILE)
         raise ConfigError(
             f"{directory} exists and is not empty; go on with --resume, or name another with --run-dir {directory}-2"
         )

@@ -308,6 +308,11 @@ def get_group_status(group: Sequence[RolloutState]) -> Status:
     return next(status for status in _WORST_FIRST if status in statuses)
 
 
+def count_tokens(group: Sequence[RolloutState]) -> int:
+    """Of all answers of a group."""
+    return sum([len(rollout.response.mask) for rollout in group])
+
+
 def reset_rollout_response(rollout: RolloutState) -> None:
     """Forget the answer and everything said about it. Identity, prompt, tries and status stay."""
     rollout.response = NO_TOKENS
@@ -320,6 +325,9 @@ def reset_rollout_response(rollout: RolloutState) -> None:
 
 def fill_model_steps(rollout: RolloutState, model_step: int) -> None:
     """Ascribe tokens of unknown origin to `model_step`: the one at which the attempt started."""
+    steps = rollout.response.steps
+    if len(steps) == 1 and steps[0][0] != UNKNOWN_STEP:  # nearly all are
+        return
     rollout.response = rollout.response.with_unknown_steps(model_step)
 
 

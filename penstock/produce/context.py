@@ -18,7 +18,7 @@ from penstock.ports import AgentLoop
 from penstock.produce.failures import FailurePolicy
 from penstock.produce.progress import ProduceProgress
 from penstock.replay import DiscardReason, GroupState, ReplayBuffer, Signal, StaleRule
-from penstock.rollout import Failure, Group, RolloutState, Status, get_group_status
+from penstock.rollout import Failure, Group, RolloutState, Status, count_tokens, get_group_status
 
 IsValidSample = Callable[[Group], bool]
 
@@ -28,8 +28,8 @@ class Attempt(msgspec.Struct):
 
     model_step: int
     started_at: float
+    group: Group
     tokens_before: int
-    playing: frozenset[str]
     kept: frozenset[str]
     """Rollouts that were complete before; this attempt does not count them again."""
     enable_partial_rollout: bool
@@ -38,7 +38,11 @@ class Attempt(msgspec.Struct):
     """A pause waits for it: one of its rollouts was interrupted as often as allowed."""
     forgotten_tokens: int = 0
     begun_with: dict[str, int] = {}
-    """Tokens that each rollout had when it was last given to the agent loop."""
+    """Tokens that rollouts already had when they were last given to the agent loop."""
+
+    @property
+    def playing(self) -> list[str]:
+        return [rollout.rollout_id for rollout in self.group if rollout.rollout_id not in self.kept]
 
 
 class TaskRuntime(msgspec.Struct):
@@ -127,9 +131,9 @@ class ProduceContext:
         attempt = Attempt(
             model_step=self.model_step,
             started_at=loop.time(),
-            tokens_before=sum(len(rollout.response) for rollout in group),
-            playing=frozenset(r.rollout_id for r in group if r.status is not Status.COMPLETED),
-            kept=frozenset(r.rollout_id for r in group if r.status is Status.COMPLETED),
+            group=group,
+            tokens_before=count_tokens(group),
+            kept=frozenset([r.rollout_id for r in group if r.status is Status.COMPLETED]),
             enable_partial_rollout=enable_partial_rollout,
             max_tries=max_tries,
             protected=any(rollout.status is Status.MAX_TRIES for rollout in group),
@@ -150,8 +154,9 @@ class ProduceContext:
             if again and not await self._prepare_retry(again, attempt):
                 break
             group = await self._play(group, attempt)
+        seconds = loop.time() - attempt.started_at
         for rollout in group:
-            rollout.group_generate_time_s = loop.time() - attempt.started_at
+            rollout.group_generate_time_s = seconds
         return group
 
     async def put_generated_group(self, group: Group) -> bool:
@@ -162,8 +167,8 @@ class ProduceContext:
                 # Cancelled before the attempt could look at it.
                 attempt.forgotten_tokens += self.buffer.forget_response(rollout, "retried")
                 rollout.status = Status.ABORTED
-        self._count(group, attempt)
         status = get_group_status(group)
+        self._count(group, status, attempt)
         if status is Status.COMPLETED and not self._is_valid(group):
             for rollout in group:
                 rollout.status = Status.FILTERED
@@ -202,9 +207,9 @@ class ProduceContext:
         for rollout in group:
             if rollout.status is not Status.COMPLETED:
                 rollout.status = Status.INIT
-                if not attempt.enable_partial_rollout and rollout.finish_reason is None:
+                if rollout.turns and not attempt.enable_partial_rollout and rollout.finish_reason is None:
                     attempt.forgotten_tokens += self.buffer.forget_response(rollout, "aborted")
-        attempt.begun_with = {rollout.rollout_id: len(rollout.response) for rollout in group}
+        attempt.begun_with = {r.rollout_id: len(r.response) for r in group if r.response.mask}
         message = ""
         try:
             group = await self.agent_loop.generate_group(group, enable_partial_rollout=attempt.enable_partial_rollout)
@@ -245,13 +250,12 @@ class ProduceContext:
             return False
         return True
 
-    def _count(self, group: Group, attempt: Attempt) -> None:
+    def _count(self, group: Group, status: Status, attempt: Attempt) -> None:
         """Count what this attempt finished. Raw rewards come before any filter."""
         window = self.progress.windows[self.task_name]
-        if get_group_status(group) is Status.COMPLETED:
+        if status is Status.COMPLETED:
             self.progress.finished_groups += 1
-        tokens = sum(len(rollout.response) for rollout in group)
-        window.produced_tokens += tokens + attempt.forgotten_tokens - attempt.tokens_before
+        window.produced_tokens += count_tokens(group) + attempt.forgotten_tokens - attempt.tokens_before
         for rollout in group:
             if rollout.rollout_id in attempt.kept:
                 continue
@@ -293,8 +297,8 @@ class ProduceContext:
         return Attempt(
             model_step=self.model_step,
             started_at=asyncio.get_running_loop().time(),
-            tokens_before=sum(len(rollout.response) for rollout in group),
-            playing=frozenset(),
+            group=group,
+            tokens_before=count_tokens(group),
             kept=frozenset(rollout.rollout_id for rollout in group),
             enable_partial_rollout=True,
             max_tries=None,
@@ -304,9 +308,12 @@ class ProduceContext:
 
 def _has_future_tokens(rollout: RolloutState, attempt: Attempt) -> bool:
     """Whether a token of this attempt claims weights newer than those that were served."""
-    end = 0
-    for step, n in rollout.response.steps:
+    steps = rollout.response.steps
+    if not steps or max(steps)[0] <= attempt.model_step:
+        return False
+    end, begun_with = 0, attempt.begun_with.get(rollout.rollout_id, 0)
+    for step, n in steps:
         end += n
-        if step > attempt.model_step and end > attempt.begun_with.get(rollout.rollout_id, end):
+        if step > attempt.model_step and end > begun_with:
             return True
     return False

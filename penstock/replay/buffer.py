@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-import msgspec
-
 from penstock.errors import IllegalTransition, LedgerError, NotReady
 from penstock.replay.accounting import TokenAccount
 from penstock.replay.lifecycle import Conservation, DiscardReason, GroupState, Lifecycle
@@ -19,7 +17,15 @@ from penstock.replay.shelf import Entry, Order, Shelf
 from penstock.replay.signal import Signal
 from penstock.replay.staleness import StaleRule
 from penstock.replay.storage import MemoryStorage, Storage
-from penstock.rollout import Group, RolloutState, Status, fill_model_steps, get_group_status, reset_rollout_response
+from penstock.rollout import (
+    Group,
+    RolloutState,
+    Status,
+    count_tokens,
+    fill_model_steps,
+    get_group_status,
+    reset_rollout_response,
+)
 
 WAITING = {
     Status.COMPLETED: GroupState.COMPLETED,
@@ -330,7 +336,7 @@ class ReplayBuffer:
         del self._entries[entry.group_id]
 
     def _count_tokens(self, entry: Entry) -> None:
-        now = sum(len(rollout.response) for rollout in entry.group)
+        now = count_tokens(entry.group)
         self.tokens.generated += now - entry.tokens
         self.tokens.held += now - entry.tokens
         entry.tokens = now
@@ -347,10 +353,13 @@ class ReplayBuffer:
         detail: str = "",
     ) -> None:
         transition = self._lifecycle.move(
-            entry.group_id, entry.task, entry.state, target, train_step=train_step, reason=reason, story=entry.tell
-        )
-        transition = msgspec.structs.replace(
-            transition,
+            entry.group_id,
+            entry.task,
+            entry.state,
+            target,
+            train_step=train_step,
+            reason=reason,
+            story=entry.tell,
             sequence=entry.sequence,
             draw=entry.draw,
             tokens=entry.tokens,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -117,8 +118,12 @@ class Lifecycle:
         train_step: int = 0,
         reason: DiscardReason | None = None,
         story: Callable[[], str] = str,
+        **details: Any,
     ) -> Transition:
-        """Check and count one move. Raises IllegalTransition with the group's story."""
+        """Check and count one move; `details` are further fields of the transition.
+
+        Raises IllegalTransition with the group's story.
+        """
         if target not in ALLOWED[source] or (target is GroupState.DISCARDED) != (reason is not None):
             raise IllegalTransition(
                 f"group {group_id!r} of task {task!r} cannot go from {source} to {target}"
@@ -135,7 +140,7 @@ class Lifecycle:
         states[target] += 1
         if reason is not None:
             self._discarded[task][reason] += 1
-        return Transition(group_id, task, source, target, train_step, reason)
+        return Transition(group_id, task, source, target, train_step, reason, **details)
 
     def restore(
         self, states: Mapping[str, Mapping[GroupState, int]], discarded: Mapping[str, Mapping[DiscardReason, int]]

@@ -44,9 +44,7 @@ class RunLock:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
-            raise LedgerError(
-                f"{path.parent} is in use by {_tell(read_holder(path))}; end that process or use another run directory"
-            ) from None
+            raise _in_use(path) from None
         except OSError:
             os.close(descriptor)
             raise
@@ -63,6 +61,20 @@ class RunLock:
         self._descriptor = None
 
 
+def check_free(path: Path) -> None:
+    """Raises LedgerError with the holder's pid and host when another process has this lock. Takes nothing."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return  # nobody ever had it, or it cannot be looked at; taking it will tell
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use(path) from None
+    finally:
+        os.close(descriptor)
+
+
 def read_holder(path: Path) -> Holder | None:
     """Who took the lock last; None when nobody did, or is doing so right now."""
     try:
@@ -71,5 +83,20 @@ def read_holder(path: Path) -> Holder | None:
         return None
 
 
-def _tell(holder: Holder | None) -> str:
-    return f"process {holder.pid} on host {holder.host}" if holder else "another process"
+def has_ended(holder: Holder) -> bool:
+    """Whether that process is certainly gone; one on another host may live."""
+    if holder.host != socket.gethostname():
+        return False
+    try:
+        os.kill(holder.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
+def _in_use(path: Path) -> LedgerError:
+    holder = read_holder(path)
+    who = f"process {holder.pid} on host {holder.host}" if holder else "another process"
+    return LedgerError(f"{path.parent} is in use by {who}; end that process or use another run directory")

@@ -81,8 +81,8 @@ class StaleRule(msgspec.Struct, frozen=True, gc=False):
 def rollout_staleness(rollout: RolloutState, train_step: int) -> int:
     """Of its oldest token."""
     steps = rollout.response.steps
-    return calculate_seq_staleness(min(step for step, _ in steps), train_step) if steps else 0
+    return calculate_seq_staleness(min(steps)[0], train_step) if steps else 0
 
 
 def group_staleness(group: Group, train_step: int) -> int:
-    return max((rollout_staleness(rollout, train_step) for rollout in group), default=0)
+    return max([rollout_staleness(rollout, train_step) for rollout in group], default=0)

@@ -19,7 +19,7 @@ from penstock.replay.codec import checksum, decode_statuses
 from penstock.replay.disk import Connection
 from penstock.replay.ledger import LEDGER_FILE, LOCK_FILE
 from penstock.replay.lifecycle import GroupState
-from penstock.replay.lock import read_holder
+from penstock.replay.lock import has_ended, read_holder
 from penstock.replay.restore import checked_rows, last_event
 
 
@@ -120,7 +120,7 @@ def group_story(path: Path, group_id: str) -> dict[str, Any]:
         "content_kept": kept,
         "drawn": transitions[0]["time"],
         "model_steps": next((t["model_steps"] for t in reversed(transitions) if t["model_steps"]), None),
-        "why_not_trained": _why_not_trained(state, train_step, reason, transitions),
+        "why_not_trained": _why_not_trained(state, train_step, reason, transitions, _lost_driver(file)),
         "transitions": transitions,
     }
 
@@ -284,17 +284,31 @@ def _example(connection: Connection) -> str:
     return repr(row[0]) if row else "'task:0', but nothing was drawn yet"
 
 
-def _why_not_trained(state: str, train_step: int, reason: str | None, moves: list[dict[str, Any]]) -> str:
+def _lost_driver(file: Path) -> str:
+    """Words for what a process that is gone left unfinished; empty while it lives."""
+    holder = read_holder(file.with_name(LOCK_FILE))
+    if holder is None or not has_ended(holder):
+        return ""
+    return f" when process {holder.pid} on {holder.host} ended"
+
+
+def _why_not_trained(
+    state: str, train_step: int, reason: str | None, moves: list[dict[str, Any]], lost_driver: str
+) -> str:
     detail = moves[-1]["detail"]
     returned = any(move["state"] == GroupState.TRAINED for move in moves[:-1])
     said = {
-        GroupState.RUNNING: "it is being played",
+        GroupState.RUNNING: f"it was being played{lost_driver}; a resume plays it first"
+        if lost_driver
+        else "it is being played",
         GroupState.COMPLETED: "it waits for a batch"
         + ("; it was trained before, in a lineage that a restart gave up" if returned else ""),
         GroupState.ABORTED: "it was interrupted and waits to be played again",
         GroupState.EXPIRED: f"it was too stale for train step {train_step} and waits to be made again",
         GroupState.MAX_TRIES: "it was interrupted as often as allowed and waits for a tail batch",
-        GroupState.LEASED: f"it is in the batch of train step {train_step}, which is not committed",
+        GroupState.LEASED: f"it is in the batch of train step {train_step}, which is not committed"
+        if not lost_driver
+        else f"it was in the batch of train step {train_step}, not committed{lost_driver}; a resume gives it back",
         GroupState.TRAINED: "",
         GroupState.DISCARDED: f"discarded, {reason}" + (f" ({detail})" if detail else ""),
     }

@@ -216,7 +216,8 @@ class _Life(Run):
         if self._lives.disk.dead:
             raise Crashed("killed")
         # Only what always holds: groups of a later lineage came back, so there may be more than the bound.
-        self.world.check()
+        if self.has_news():
+            self.world.check()
 
     async def train(self, result: ProduceBatchResult, train_step: int) -> bool:
         trained = await super().train(result, train_step)

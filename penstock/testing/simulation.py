@@ -129,13 +129,15 @@ class Run:
             raise PenstockError(f"left running after shutdown: {sorted(task.get_name() for task in others)}")
 
     def after_turn(self) -> None:
-        events = len(self.world.history.events)
-        if events == self._checked:
-            return
-        self._checked = events
-        self.world.check()
-        if self.scenario.disaggregated:
-            self.world.check_bound()
+        if self.has_news():
+            self.world.check()
+            if self.scenario.disaggregated:
+                self.world.check_bound()
+
+    def has_news(self) -> bool:
+        """Whether there were events since this was last asked."""
+        before, self._checked = self._checked, len(self.world.history.events)
+        return self._checked != before
 
     async def _colocated(self) -> None:
         model_step, train_step = self.checkpoint_step, self.checkpoint_step + 1

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from penstock.errors import CheckpointError, RefusedError
-from penstock.replay.ledger import has_ledger
+from penstock.replay.ledger import LOCK_FILE, has_ledger
+from penstock.replay.lock import check_free
 from penstock.trainer.checkpoints import Checkpoint, CheckpointStore
 from penstock.trainer.config_changes import config_differences, refused_differences
 
@@ -31,10 +32,13 @@ class Beginning(msgspec.Struct, frozen=True):
 def find_beginning(run_dir: Path, resume: str | None, config: dict[str, Any], store: CheckpointStore) -> Beginning:
     """`resume` is None (a new run), `newest`, `auto` (newest, or a new run where none was begun), or a checkpoint.
 
-    Reads only. Raises RefusedError when the directory is taken, and CheckpointError when nothing can be resumed or the
-    configuration changed in a way that would change the run's meaning.
+    Reads only. Raises RefusedError when the directory is taken, LedgerError when another process uses it, and
+    CheckpointError when nothing can be resumed or the configuration changed in a way that would change the run's
+    meaning.
     """
     begun = has_ledger(run_dir)
+    # Now, not when the ledger is opened: by then the model is loaded, and the files that were read may be moving.
+    check_free(run_dir / LOCK_FILE)
     if resume is None:
         if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
             hint = "add --resume to continue it, or name another with --run-dir" if begun else "use another --run-dir"

@@ -1,0 +1,154 @@
+"""What overlapping buys: steps/s of synchronous and asynchronous production, on a virtual clock.
+
+The real strategies, manager and buffer play against an engine that makes tokens at a constant rate per slot: 32 groups
+of 8 a step, 64 slots, log-normal lengths with p99/p50 = 8, a train step as long as the mean generation of a step, a
+weight sync of 2 % of it, interval 1, `max_staleness` 4. The bound is the slower of generation and training, working
+all the time. Prints one JSON line per figure, and one per variant with waste, staleness and length bias.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import statistics
+
+import msgspec
+
+from penstock.produce import (
+    AsyncProduceStrategyConfig,
+    ProduceBatchResult,
+    ProduceBatchStatus,
+    ProduceStrategyConfig,
+    SyncProduceStrategyConfig,
+)
+from penstock.replay import group_staleness
+from penstock.rollout import SampleParams
+from penstock.testing import EngineScript, ScriptedTask, ScriptedWorld, run_virtual
+
+GROUPS, K, SLOTS, STEPS, WARM_UP = 32, 8, 64, 60, 10
+TOKENS_PER_S = 50.0
+MEDIAN = 200.0
+SIGMA = math.log(8.0) / 2.3263
+"""p99 is 8 times the median."""
+MEAN = MEDIAN * math.exp(SIGMA**2 / 2)
+GENERATION_S = GROUPS * K * MEAN / (SLOTS * TOKENS_PER_S)
+"""Mean time of a step's generation when every slot is busy."""
+TRAIN_S = GENERATION_S
+SYNC_S = 0.02 * TRAIN_S
+BOUND_S = max(GENERATION_S, TRAIN_S)
+
+VARIANTS: dict[str, ProduceStrategyConfig] = {
+    "sync": SyncProduceStrategyConfig(),
+    "async": AsyncProduceStrategyConfig(max_staleness=4, tail_batch_trigger_size=0),
+    "async + partial": AsyncProduceStrategyConfig(
+        max_staleness=4, enable_partial_rollout=True, tail_batch_trigger_size=0, over_sample_threshold=0.5
+    ),
+    "async + tail batch": AsyncProduceStrategyConfig(
+        max_staleness=4, tail_batch_trigger_size=16, tail_batch_max_tries=3, over_sample_threshold=0.5
+    ),
+}
+
+
+class Lap(msgspec.Struct):
+    """What one consumed batch was."""
+
+    ended_at: float
+    staleness: float
+    tokens: float
+
+
+def length(rng: random.Random) -> float:
+    return max(1.0, rng.lognormvariate(math.log(MEDIAN), SIGMA))
+
+
+def world_for(strategy: ProduceStrategyConfig) -> ScriptedWorld:
+    task = ScriptedTask(
+        name="task",
+        prompt_repeat_k=K,
+        strategy=strategy,
+        sample_params=SampleParams(max_tokens=1 << 20),
+        request_timeout_s=1e9,
+        judge_timeout_s=1e9,
+    )
+    script = EngineScript(slots=SLOTS, tokens_per_s=TOKENS_PER_S, length=length)
+    return ScriptedWorld([task], batch_size=GROUPS, engine=script, stall_timeout_s=1e9)
+
+
+def lap(result: ProduceBatchResult, train_step: int) -> Lap:
+    lengths = [len(rollout.response) for group in result.groups for rollout in group]
+    staleness = [group_staleness(group, train_step) for group in result.groups]
+    return Lap(asyncio.get_running_loop().time(), statistics.fmean(staleness), statistics.fmean(lengths))
+
+
+async def synchronous(world: ScriptedWorld) -> list[Lap]:
+    laps = []
+    for step in range(1, STEPS + 1):
+        result = await world.manager.produce_batch(GROUPS, step, model_step=step - 1)
+        await asyncio.sleep(TRAIN_S)
+        await world.manager.commit(step)
+        await asyncio.sleep(SYNC_S)
+        await world.load_weights(step)
+        laps.append(lap(result, step))
+    return laps
+
+
+async def asynchronous(world: ScriptedWorld) -> list[Lap]:
+    laps: list[Lap] = []
+    producing = asyncio.create_task(world.manager.produce_loop(GROUPS))
+    await world.manager.continue_produce(0)
+    step = 1
+    while step <= STEPS:
+        result = await world.manager.get_batch(GROUPS, step)
+        if result.groups:
+            await asyncio.sleep(TRAIN_S)
+            await world.manager.commit(step)
+            laps.append(lap(result, step))
+            step += 1
+        else:
+            assert result.status is ProduceBatchStatus.EXPIRED_BATCH
+        await world.manager.pause_produce()
+        await asyncio.sleep(SYNC_S)
+        await world.load_weights(step - 1)
+        await world.manager.continue_produce(step - 1)
+    await world.manager.shutdown()
+    await producing
+    return laps
+
+
+def measure(strategy: ProduceStrategyConfig) -> dict[str, float]:
+    world = world_for(strategy)
+    run = synchronous if isinstance(strategy, SyncProduceStrategyConfig) else asynchronous
+    laps = run_virtual(run(world))
+    world.check()
+    seconds = laps[-1].ended_at - laps[WARM_UP - 1].ended_at
+    tokens = world.buffer.tokens
+    return {
+        "steps_per_s": (len(laps) - WARM_UP) / seconds,
+        "share_of_bound": (len(laps) - WARM_UP) / seconds * BOUND_S,
+        "wasted_share": sum(tokens.wasted.values()) / tokens.generated,
+        "staleness_mean": statistics.fmean(each.staleness for each in laps[WARM_UP:]),
+        "length_bias": statistics.fmean(each.tokens for each in laps[WARM_UP:]) / MEAN,
+    }
+
+
+def show(figure: str, value: float, unit: str, detail: object) -> None:
+    print(json.dumps({"figure": figure, "value": round(value, 3), "unit": unit, "detail": detail}), flush=True)
+
+
+def main() -> None:
+    measured = {name: measure(strategy) for name, strategy in VARIANTS.items()}
+    for name, values in measured.items():
+        rounded = {key: round(value, 4) for key, value in values.items()}
+        show(f"async.steps_per_s.{name.replace(' + ', '_').replace(' ', '_')}", values["steps_per_s"], "1/s", rounded)
+    show("async.bound_steps_per_s", 1 / BOUND_S, "1/s", {"generation_s": GENERATION_S, "train_s": TRAIN_S})
+    sync = measured["sync"]["steps_per_s"]
+    partial, tail = measured["async + partial"], measured["async + tail batch"]
+    show("async.partial_vs_sync", partial["steps_per_s"] / sync, "x", {"at_least": 3.0})
+    show("async.partial_share_of_bound", partial["share_of_bound"], "x", {"at_least": 0.9})
+    show("async.tail_vs_sync", tail["steps_per_s"] / sync, "x", {})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Real runs, small enough to be run often."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import load_config
+from penstock.models import set_cache_directory
+from penstock.testing.faults import Faults, FaultyDisk, FaultyFiles
+
+SMALL = ["evaluator=null", "train_batch_size=4", "checkpoint_interval=2", "cpu_threads=1"]
+
+
+@pytest.fixture(scope="session")
+def model_cache(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    set_cache_directory(directory)
+    yield directory
+    set_cache_directory(None)
+
+
+class Said:
+    """A display that remembers its notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **named: None
+
+
+@pytest.fixture
+def said():
+    return Said()
+
+
+@pytest.fixture(scope="session")
+def build(model_cache):
+    """A trainer of a recipe in this process, with faults if there are to be any."""
+
+    def build(recipe: str, run_dir: Path, *, steps: int = 6, display: Any = None, **faults: Faults) -> Any:
+        from penstock.trainer.colocate import RLColocateTrainer
+        from penstock.trainer.disaggregated import RLDisaggregatedTrainer
+        from penstock.trainer.parts import build_trainer
+
+        settings = [*SMALL, f"total_steps={steps}", "engine.process=false"]
+        return build_trainer(
+            load_config(recipe, settings),
+            RLColocateTrainer if recipe == "tiny" else RLDisaggregatedTrainer,
+            run_dir,
+            display,
+            "auto",
+            disk=FaultyDisk(faults["ledger"]) if "ledger" in faults else None,
+            files=FaultyFiles(faults["files"]) if "files" in faults else None,
+        )
+
+    return build
+
+
+@pytest.fixture
+def penstock(model_cache, tmp_path):
+    """Start the command; returns the process. `cwd` is the test's directory."""
+    started = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "penstock.cli", *arguments],
+            cwd=tmp_path,
+            env=os.environ | {"PENSTOCK_HOME": str(model_cache), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def small():
+    """The settings of a small run, for the command."""
+
+    def settings(steps: int) -> list[str]:
+        return [word for setting in [*SMALL, f"total_steps={steps}"] for word in ("--set", setting)]
+
+    return settings
