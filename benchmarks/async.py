@@ -43,7 +43,7 @@ VARIANTS: dict[str, ProduceStrategyConfig] = {
     "sync": SyncProduceStrategyConfig(),
     "async": AsyncProduceStrategyConfig(max_staleness=4, tail_batch_trigger_size=0),
     "async + partial": AsyncProduceStrategyConfig(
-        max_staleness=4, enable_partial_rollout=True, tail_batch_trigger_size=0, over_sample_threshold=0.5
+        max_staleness=4, enable_partial_rollout=True, tail_batch_trigger_size=0, over_sample_threshold=1.0
     ),
     "async + tail batch": AsyncProduceStrategyConfig(
         max_staleness=4, tail_batch_trigger_size=16, tail_batch_max_tries=3, over_sample_threshold=0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -21,21 +22,31 @@ def model_cache(tmp_path_factory):
     set_cache_directory(None)
 
 
+def start_penstock(model_cache: Path, cwd: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "penstock.cli", *arguments],
+        cwd=cwd,
+        env=os.environ | {"PENSTOCK_HOME": str(model_cache)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 @pytest.fixture
 def penstock(model_cache, tmp_path):
     """Start the command in a directory of its own; returns the process."""
+    return functools.partial(start_penstock, model_cache, tmp_path)
 
-    def start(*arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "penstock.cli", *arguments],
-            cwd=tmp_path,
-            env=os.environ | {"PENSTOCK_HOME": str(model_cache)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
 
-    return start
+@pytest.fixture(scope="session")
+def tiny_run(model_cache, tmp_path_factory):
+    """The run directory of `penstock train tiny`, run once."""
+    directory = tmp_path_factory.mktemp("tiny")
+    run = start_penstock(model_cache, directory, "train", "tiny", "--run-dir", "run")
+    output, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, output
+    return directory / "run"
 
 
 @pytest.fixture

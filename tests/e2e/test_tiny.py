@@ -18,26 +18,37 @@ from penstock.errors import StepRefused
 pytestmark = pytest.mark.usefixtures("model_cache")
 
 
-def test_tiny_learns_and_leaves_a_complete_run_directory(penstock, tmp_path, read_lines):
-    run = penstock("train", "tiny", "--run-dir", "run")
-    output, _ = run.communicate(timeout=240)
-    assert run.returncode == 0, output
-    steps = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "reward/mean" in line]
+def test_tiny_learns_and_leaves_a_complete_run_directory(tiny_run, penstock, read_lines):
+    steps = [line for line in read_lines(tiny_run / "metrics.jsonl") if "reward/mean" in line]
     rewards = [line["reward/mean"] for line in steps]
     assert np.mean(rewards[-5:]) - np.mean(rewards[:2]) >= 0.3
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = json.loads((tiny_run / "summary.json").read_text())
     assert summary["eval_accuracy_after"] >= 0.9 > 0.6 > summary["eval_accuracy_before"]
     assert summary["steps"] == len(steps)
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["class"] == "RLColocateTrainerConfig"
-    assert list((tmp_path / "run" / "tensorboard").iterdir())
-    first = read_lines(tmp_path / "run" / "trajectories" / "step-1.jsonl")
+    # At staleness 0 the engine's logprobs are the trainer's.
+    assert max(line["train/mismatch/max_abs"] for line in steps) < 1e-4
+    assert json.loads((tiny_run / "config.json").read_text())["class"] == "RLColocateTrainerConfig"
+    assert list((tiny_run / "tensorboard").iterdir())
+    first = read_lines(tiny_run / "trajectories" / "step-1.jsonl")
     assert len(first) == 128
     assert {"prompt", "answer", "reward", "advantage", "model_steps", "staleness"} <= first[0].keys()
     # What is exported is what was trained, in the format everybody reads.
-    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf" / "final")
-    again = penstock("train", "tiny", "--run-dir", "run")
+    AutoModelForCausalLM.from_pretrained(tiny_run / "hf" / "final")
+    again = penstock("train", "tiny", "--run-dir", str(tiny_run))
     output, _ = again.communicate(timeout=60)
-    assert again.returncode == 2 and "run exists and is not empty" in output
+    assert again.returncode == 2 and "exists and is not empty; go on with --resume" in output
+
+
+def test_tiny_async_learns_as_well_as_tiny(tiny_run, penstock, tmp_path, read_lines):
+    run = penstock("train", "tiny-async", "--run-dir", "run")
+    output, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, output
+    beside, alone = (json.loads((path / "summary.json").read_text()) for path in (tmp_path / "run", tiny_run))
+    assert min(beside["eval_accuracy_after"], alone["eval_accuracy_after"]) >= 0.9
+    assert beside["eval_accuracy_after"] >= alone["eval_accuracy_after"] - 0.05
+    steps = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "reward/mean" in line]
+    assert all(line["staleness/max"] <= 1 for line in steps)
+    assert {"share/trainer_wait", "share/engine_idle", "tokens/wasted"} <= steps[-1].keys()
 
 
 def test_two_runs_with_one_seed_give_identical_weights_and_metrics(tmp_path, read_lines):
