@@ -8,11 +8,11 @@ READY := $(VENV)/.ready
 TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench
+.PHONY: help setup demo test lint bench crash-quick crash
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## the virtual environment in .venv, with the versions of constraints.txt
 
@@ -39,3 +39,9 @@ lint: $(READY) ## ruff and mypy
 
 bench: $(READY) ## every benchmark; each prints one JSON line per figure
 	@set -e; for file in benchmarks/*.py; do $(BIN)/python $$file; done
+
+crash-quick: $(READY) ## 60 kills of real runs; nothing may be lost, skipped or doubled
+	@$(BIN)/python tests/crash/runner.py --kills 60
+
+crash: $(READY) ## the same with 500 kills
+	@$(BIN)/python tests/crash/runner.py --kills 500

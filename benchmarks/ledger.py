@@ -4,12 +4,14 @@ ledger.durable_groups_per_s   64 groups at once, each waits until it is durable
 ledger.vs_bare_sqlite         that, against plain inserts of the same bytes, 64 a transaction, same settings
 ledger.ack_p99_ms             how long a finished group waits at half that rate
 ledger.open_100k_s            open and restore a ledger that holds 100,000 completed groups
+ledger.step_wait_percent      of a `quickstart` step, the time in which some ledger call was under way
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import sqlite3
@@ -18,8 +20,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from penstock.replay import Ledger, ReplayBuffer, StaleRule
+from penstock.cli import load_config
+from penstock.replay import Ledger, ReplayBuffer, StaleRule, Storage
 from penstock.replay.codec import encode_rollouts
 from penstock.rollout import FinishReason, Group, Prompt, RolloutState, Status, Tokens, Verdict, pack_ids
 
@@ -134,6 +138,49 @@ async def open_seconds(directory: Path, groups: int) -> float:
     return seconds
 
 
+class TimedStorage:
+    """A storage that knows how long it had calls under way, calls that overlap counted once."""
+
+    def __init__(self, inner: Storage) -> None:
+        self._inner = inner
+        self._under_way = 0
+        self._since = 0.0
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def record(self, *arguments: Any, **named: Any) -> None:
+        with self._timed():
+            self._inner.record(*arguments, **named)
+
+    async def flush(self) -> None:
+        with self._timed():
+            await self._inner.flush()
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        if self._under_way == 0:
+            self._since = time.perf_counter()
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+            if self._under_way == 0:
+                self.seconds += time.perf_counter() - self._since
+
+
+def step_wait(directory: Path, steps: int) -> tuple[float, float]:
+    """Seconds in ledger calls, and seconds of all steps, of a real run."""
+    config: Any = load_config("quickstart", [f"total_steps={steps}", "evaluator=null"])
+    trainer = config.build(run_dir=directory / "run")
+    timed = TimedStorage(trainer.parts.buffer._storage)
+    trainer.parts.buffer._storage = timed
+    summary = trainer.fit()
+    return timed.seconds, summary.train_seconds
+
+
 def say(figure: str, value: float, unit: str, detail: dict[str, object]) -> None:
     print(json.dumps({"figure": figure, "value": round(value, 3), "unit": unit, "detail": detail}), flush=True)
 
@@ -144,6 +191,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="length of the latency measurement")
     parser.add_argument("--open-groups", type=int, default=100_000)
     parser.add_argument("--directory", type=Path, default=None, help="where the files are made; the disk to measure")
+    parser.add_argument("--steps", type=int, default=2)
     asked = parser.parse_args()
 
     with tempfile.TemporaryDirectory(dir=asked.directory) as name:
@@ -185,6 +233,9 @@ def main() -> None:
         )
         seconds = asyncio.run(open_seconds(fresh(), asked.open_groups))
         say("ledger.open_100k_s", seconds, "s", {"groups": asked.open_groups, "target": "< 5"})
+        waited, whole = step_wait(fresh(), asked.steps)
+        detail = {"waited_s": round(waited, 4), "steps_s": round(whole, 2), "steps": asked.steps, "target": "< 1"}
+        say("ledger.step_wait_percent", 100 * waited / whole, "%", detail)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""For tests of runs, ours and yours: a virtual clock, scripted engine and judger, a checker of histories.
+"""For tests of runs, ours and yours: a virtual clock, scripted engine and judger, faults, a checker of histories.
 
 clock.py       run_virtual: asyncio in virtual time, under seeded schedules; a hang is an error
 engine.py      ScriptedEngine: lengths, speed and faults from a script
@@ -6,10 +6,14 @@ judger.py      ScriptedJudger: scores, delays and faults from a script
 history.py     RecordingStorage and check_history: lost, skipped, doubled, stale, or fine
 world.py       ScriptedWorld: a manager with scripted parts, in a few lines
 simulation.py  whole runs drawn from a seed
+crashes.py     the same with crashes after chosen writes of the ledger, and restarts
+faults.py      a disk that is full, broken or read-only, or a kill, at a chosen operation
+ledger_history.py  check_ledger: the checker over the ledger and the trajectories of a run directory
 """
 
 from penstock.testing.clock import Hang, VirtualClockLoop, run_virtual
 from penstock.testing.engine import EngineFaults, EngineScript, ScriptedEngine
+from penstock.testing.faults import DiskFailure, Faults, FaultyDisk, FaultyFiles
 from penstock.testing.history import (
     Batch,
     BrokenHistory,
@@ -21,6 +25,7 @@ from penstock.testing.history import (
     check_history,
 )
 from penstock.testing.judger import JudgerScript, ScriptedJudger
+from penstock.testing.ledger_history import LedgerHistory, check_ledger, read_batches, read_history
 from penstock.testing.script import Distribution, constant, long_tail, uniform
 from penstock.testing.tokenizer import CharTokenizer
 from penstock.testing.world import ScriptedTask, ScriptedWorld
@@ -29,14 +34,19 @@ __all__ = [
     "Batch",
     "BrokenHistory",
     "CharTokenizer",
+    "DiskFailure",
     "Distribution",
     "EngineFaults",
     "EngineScript",
     "Event",
+    "Faults",
+    "FaultyDisk",
+    "FaultyFiles",
     "Findings",
     "Hang",
     "History",
     "JudgerScript",
+    "LedgerHistory",
     "RecordingStorage",
     "Restart",
     "ScriptedEngine",
@@ -45,8 +55,11 @@ __all__ = [
     "ScriptedWorld",
     "VirtualClockLoop",
     "check_history",
+    "check_ledger",
     "constant",
     "long_tail",
+    "read_batches",
+    "read_history",
     "run_virtual",
     "uniform",
 ]

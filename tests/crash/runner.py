@@ -27,15 +27,30 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from victim import ASYNC, PROCESS, SYNC, Ended, Instant, Trainer, journal_file, load_everything, run_victim
+from victim import (
+    ASYNC,
+    ASYNC_EVALUATED,
+    EVAL_INTERVAL,
+    PROCESS,
+    STEPS,
+    SYNC,
+    SYNC_EVALUATED,
+    Ended,
+    Instant,
+    Trainer,
+    journal_file,
+    load_everything,
+    run_victim,
+)
 
 from penstock.replay.story import ledger_summary, open_read_only
 from penstock.testing.history import Findings
 from penstock.testing.ledger_history import check_ledger
 
-SHARES = {SYNC.name: 0.5, ASYNC.name: 0.4, PROCESS.name: 0.1}
-TRAINERS = {trainer.name: trainer for trainer in (SYNC, ASYNC, PROCESS)}
+SHARES = {SYNC: 0.4, SYNC_EVALUATED: 0.1, ASYNC: 0.3, ASYNC_EVALUATED: 0.1, PROCESS: 0.1}
+TRAINERS = {trainer.name: trainer for trainer in SHARES}
 KINDS = ("wall", "ledger", "files")
+MIXED = "mixed"
 MAX_KILLS_IN_A_ROW = 5
 LANES = 2
 
@@ -45,12 +60,14 @@ class Whole(msgspec.Struct):
 
     ended: Ended
     weights: str
+    accuracies: list[float | None]
 
 
 class Story(msgspec.Struct):
     trainer: str
-    kills: Counter[str]
-    """By kind of instant."""
+    instants: str
+    """A kind of instant, or several mixed."""
+    kills: int
     findings: Findings
     resumed: list[int]
     """The checkpoints it went on from."""
@@ -61,26 +78,33 @@ def weights_hash(run_dir: Path) -> str:
     return hashlib.sha256((run_dir / "hf" / "final" / "model.safetensors").read_bytes()).hexdigest()
 
 
+def accuracies(run_dir: Path) -> list[float | None]:
+    """Before and after, sampled and greedy, as the run's summary has them."""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return [summary[f"eval_{how}_{when}"] for when in ("before", "after") for how in ("accuracy", "greedy")]
+
+
 def run_whole(name: str, place: Path) -> Whole:
     run_dir = place / f"whole-{name}"
     ended = run_victim(TRAINERS[name], run_dir)
     if ended.code:
         raise AssertionError(f"{run_dir} ended with {ended.code}:\n{_log(run_dir)}")
     check_ledger(run_dir).require_none()
-    return Whole(ended, weights_hash(run_dir))
+    return Whole(ended, weights_hash(run_dir), accuracies(run_dir))
 
 
 def tell(name: str, place: Path, seed: str, kills: int, whole: Whole) -> Story:
     """One run directory: up to so many kills, then to the end, then the checker."""
     run_dir = place / seed.replace(" ", "-")
     trainer, rng = TRAINERS[name], random.Random(seed)
-    story = Story(name, Counter(), Findings(), [])
+    story = Story(name, rng.choice([*KINDS, MIXED]), 0, Findings(), [])
     try:
-        while sum(story.kills.values()) < kills:
-            instant = _draw(rng, run_dir, whole)
+        while story.kills < kills:
+            kind = rng.choice(KINDS) if story.instants == MIXED else story.instants
+            instant = _draw(rng, kind, run_dir, whole)
             ended = run_victim(trainer, run_dir, instant)
             if ended.killed:
-                story.kills[instant.kind] += 1
+                story.kills += 1
             elif ended.code == 0:
                 break
             else:
@@ -98,13 +122,13 @@ def tell(name: str, place: Path, seed: str, kills: int, whole: Whole) -> Story:
     return story
 
 
-def _draw(rng: random.Random, run_dir: Path, whole: Whole) -> Instant:
+def _draw(rng: random.Random, kind: str, run_dir: Path, whole: Whole) -> Instant:
     """Within what is left of the run, as far as can be told from its newest checkpoint."""
-    kind = rng.choice(KINDS)
     steps = [int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*")]
-    left = 1.0 - max(steps, default=0) / 12
+    left = 1.0 - max(steps, default=0) / STEPS
     longest = whole.ended.seconds if kind == "wall" else whole.ended.operations[kind]
-    at = rng.random() * longest * max(left, 0.1)
+    # In seconds a run is at least its start.
+    at = rng.random() * longest * max(left, 0.5 if kind == "wall" else 0.1)
     return Instant(kind, at if kind == "wall" else int(at))
 
 
@@ -115,11 +139,25 @@ def _judge(story: Story, run_dir: Path, trainer: Trainer, whole: Whole) -> None:
     story.resumed = [restart["checkpoint_step"] for restart in summary["restarts"]]
     if not summary["conserved"]:
         story.findings.unbalanced.append(f"{run_dir}: {summary['total']}")
-    steps = [line["step"] for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())]
-    if steps != list(range(1, 13)):
-        story.problems.append(f"{run_dir}: metrics of steps {steps}")
-    if trainer.deterministic and weights_hash(run_dir) != whole.weights:
-        story.problems.append(f"{run_dir}: the weights differ from those of the uninterrupted run")
+    story.problems += [f"{run_dir}: {problem}" for problem in _differences(run_dir, trainer, whole)]
+
+
+def _differences(run_dir: Path, trainer: Trainer, whole: Whole) -> list[str]:
+    """From the uninterrupted run, in what was logged and in what came out."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    problems = []
+    logged = [line["step"] for line in lines if "reward/mean" in line]
+    if logged != list(range(1, STEPS + 1)):
+        problems.append(f"metrics of steps {logged}")
+    evaluated = [line["step"] for line in lines if "eval/accuracy" in line]
+    if evaluated != (list(range(0, STEPS + 1, EVAL_INTERVAL)) if trainer.evaluated else []):
+        problems.append(f"evaluations of steps {evaluated}")
+    if trainer.deterministic:
+        if weights_hash(run_dir) != whole.weights:
+            problems.append("the weights differ")
+        if accuracies(run_dir) != whole.accuracies:
+            problems.append(f"the accuracies are {accuracies(run_dir)}, uninterrupted {whole.accuracies}")
+    return problems
 
 
 def _lost_events(run_dir: Path) -> list[str]:
@@ -139,8 +177,8 @@ def _log(run_dir: Path) -> str:
 def plan(kills: int, rng: random.Random) -> list[tuple[str, int]]:
     """Trainer and kills in a row of each story; the longest trainer first."""
     stories = []
-    for name in reversed(list(SHARES)):
-        left = round(kills * SHARES[name]) if name != SYNC.name else kills - sum(n for _, n in stories)
+    for name in reversed(TRAINERS):
+        left = round(kills * SHARES[TRAINERS[name]]) if name != SYNC.name else kills - sum(n for _, n in stories)
         while left > 0:
             n = min(left, rng.randint(1, MAX_KILLS_IN_A_ROW))
             stories.append((name, n))
@@ -153,7 +191,7 @@ def crash(kills: int, seed: int, place: Path) -> list[Story]:
     rng = random.Random(f"plan {seed}")
     stories: list[Story] = []
     with concurrent.futures.ProcessPoolExecutor(LANES, mp_context=multiprocessing.get_context("fork")) as lanes:
-        wholes = {name: lanes.submit(run_whole, name, place) for name in reversed(list(SHARES))}
+        wholes = {name: lanes.submit(run_whole, name, place) for name in reversed(TRAINERS)}
         done, round_number = 0, 0
         while done < kills and round_number < 10:
             # A victim that was done before its instant was not killed: others are.
@@ -162,22 +200,21 @@ def crash(kills: int, seed: int, place: Path) -> list[Story]:
                 for number, (name, n) in enumerate(plan(kills - done, rng))
             ]
             stories += [future.result() for future in running]
-            done, round_number = sum(sum(story.kills.values()) for story in stories), round_number + 1
+            done, round_number = sum(story.kills for story in stories), round_number + 1
             if any(story.problems for story in stories):
                 break
     return stories
 
 
 def table(stories: list[Story]) -> list[str]:
-    rows = [["trainer", "instant", "kills", "lost", "skipped", "doubled", "resumed from steps"]]
-    for name in SHARES:
-        mine = [story for story in stories if story.trainer == name]
-        for kind in KINDS:
-            rows.append([name, kind, str(sum(story.kills[kind] for story in mine)), "", "", "", ""])
-        counts = [str(sum(len(getattr(s.findings, what)) for s in mine)) for what in ("lost", "skipped", "doubled")]
-        resumed = Counter(step for story in mine for step in story.resumed)
-        told = ", ".join(f"{step} x{n}" for step, n in sorted(resumed.items()))
-        rows.append([name, "all", str(sum(sum(story.kills.values()) for story in mine)), *counts, told])
+    rows = [["trainer", "instants", "kills", "lost", "skipped", "doubled", "resumed from steps"]]
+    for name in TRAINERS:
+        for kind in (*KINDS, MIXED):
+            mine = [story for story in stories if (story.trainer, story.instants) == (name, kind)]
+            counts = [sum(len(getattr(s.findings, what)) for s in mine) for what in ("lost", "skipped", "doubled")]
+            resumed = Counter(step for story in mine for step in story.resumed)
+            told = ", ".join(f"{step} x{n}" for step, n in sorted(resumed.items()))
+            rows.append([name, kind, *map(str, (sum(story.kills for story in mine), *counts)), told])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -196,7 +233,7 @@ def main() -> int:
     print("\n".join(table(stories)))
     print(f"{len(stories)} run directories, {time.monotonic() - started:.0f} s")
     verdict = {what: sum(len(getattr(s.findings, what)) for s in stories) for what in ("lost", "skipped", "doubled")}
-    kills = sum(sum(story.kills.values()) for story in stories)
+    kills = sum(story.kills for story in stories)
     print(json.dumps({"kills": kills, **verdict}))
     if problems or kills < options.kills:
         return 1

@@ -48,10 +48,13 @@ def checkpoint(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step:06d}"
 
 
-def damage(rng: random.Random, directory: Path) -> str:
-    """Change one file of a checkpoint, or the whole; returns what was done."""
+KINDS = ("flip", "flip", "cut", "grow", "remove", "swap", "remove all")
+
+
+def damage(rng: random.Random, directory: Path, kinds: tuple[str, ...] = KINDS) -> str:
+    """Change one file of a checkpoint, or remove all of it; returns what was done."""
     path = rng.choice(sorted(directory.iterdir()))
-    kind = rng.choice(["flip", "flip", "cut", "grow", "remove", "swap", "remove all"])
+    kind = rng.choice(kinds)
     content = bytearray(path.read_bytes())
     if kind == "flip":
         content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
@@ -80,8 +83,8 @@ def test_two_hundred_damaged_checkpoints_fall_back_loudly_and_none_starts_from_s
         beginning = find_beginning(copy, rng.choice(["newest", "auto"]), config, CheckpointStore(copy / "checkpoints"))
         assert beginning.checkpoint is not None and beginning.checkpoint.step == 4, (number, what)
         assert any(note.startswith("checkpoint passed over") for note in beginning.notes), (number, what)
-        damage(rng, checkpoint(copy, 4))
-        with pytest.raises(CheckpointError, match="none is whole|there is no checkpoint"):
+        damage(rng, checkpoint(copy, 4), KINDS[:-1])
+        with pytest.raises(CheckpointError, match="none is whole"):
             find_beginning(copy, "newest", config, CheckpointStore(copy / "checkpoints"))
         for step in (4, 6):
             shutil.rmtree(checkpoint(copy, step), ignore_errors=True)

@@ -41,17 +41,27 @@ class Trainer(msgspec.Struct, frozen=True):
 
     name: str
     recipe: str
-    settings: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ("evaluator=null",)
     deterministic: bool = False
 
     @property
     def all_settings(self) -> list[str]:
-        return ["evaluator=null", "train_batch_size=4", "cpu_threads=1", "checkpoint_interval=3", *self.settings]
+        common = ["train_batch_size=4", "cpu_threads=1", f"total_steps={STEPS}", "checkpoint_interval=3"]
+        return [*common, f"eval_interval={EVAL_INTERVAL}", *self.settings]
+
+    @property
+    def evaluated(self) -> bool:
+        return "evaluator=null" not in self.settings
 
 
-SYNC = Trainer("tiny", "tiny", ("total_steps=12",), deterministic=True)
-ASYNC = Trainer("tiny-async", "tiny-async", ("total_steps=12", "engine.process=false"))
-PROCESS = Trainer("tiny-async, engine process", "tiny-async", ("total_steps=12",))
+STEPS = 12
+EVAL_INTERVAL = 6
+IN_PROCESS = "engine.process=false"
+SYNC = Trainer("tiny", "tiny", deterministic=True)
+SYNC_EVALUATED = Trainer("tiny, evaluated", "tiny", (), deterministic=True)
+ASYNC = Trainer("tiny-async", "tiny-async", ("evaluator=null", IN_PROCESS))
+ASYNC_EVALUATED = Trainer("tiny-async, evaluated", "tiny-async", (IN_PROCESS,))
+PROCESS = Trainer("tiny-async, engine process", "tiny-async")
 
 
 class Instant(msgspec.Struct, frozen=True):
