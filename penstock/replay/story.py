@@ -22,6 +22,9 @@ from penstock.replay.lifecycle import GroupState
 from penstock.replay.lock import has_ended, read_holder
 from penstock.replay.restore import checked_rows, last_event
 
+SHOWN = 20
+"""Waiting groups that the text tells of."""
+
 
 @contextmanager
 def open_read_only(path: Path) -> Iterator[Connection]:
@@ -61,6 +64,7 @@ def ledger_summary(path: Path) -> dict[str, Any]:
             for _, event, step, time in checked_rows(connection, "restores", file)
         ]
         tasks = _tasks(connection, file)
+        waiting = _waiting(connection, _lost_driver(file))
         astray = _astray(connection)
     holder = read_holder(file.with_name(LOCK_FILE))
     return {
@@ -72,6 +76,7 @@ def ledger_summary(path: Path) -> dict[str, Any]:
         "restarts": restarts,
         "tasks": tasks,
         "total": _total(tasks),
+        "waiting": waiting,
         "conserved": not astray and all(_conserved(task) for task in tasks.values()),
     }
 
@@ -149,6 +154,12 @@ def render_summary(summary: Mapping[str, Any]) -> str:
         f"tokens: {tokens['generated']} generated = {tokens['trained']} trained + {tokens['held']} held"
         f" + {sum(tokens['wasted'].values())} wasted" + (f" ({_counts(tokens['wasted'])})" if tokens["wasted"] else "")
     )
+    waiting = summary["waiting"]
+    if waiting:
+        lines += ["", "neither trained nor discarded:"]
+        lines += [f"  {group['group_id']}: {group['why_not_trained']}" for group in waiting[:SHOWN]]
+        if len(waiting) > SHOWN:
+            lines.append(f"  and {len(waiting) - SHOWN} more; --json shows all")
     return "\n".join(lines)
 
 
@@ -230,6 +241,23 @@ def _tasks(connection: Connection, file: Path) -> dict[str, dict[str, Any]]:
     return tasks
 
 
+def _waiting(connection: Connection, lost_driver: str) -> list[dict[str, Any]]:
+    """Every group that may still be trained, in order of drawing, and why it is not."""
+    rows = connection.execute(
+        """SELECT group_id, state, train_step,
+                  EXISTS (SELECT 1 FROM events e WHERE e.sequence = g.sequence AND e.state = 'trained')
+           FROM groups g WHERE state NOT IN ('trained', 'discarded') ORDER BY sequence"""
+    )
+    return [
+        {
+            "group_id": group_id,
+            "state": state,
+            "why_not_trained": _why_waiting(GroupState(state), train_step, bool(returned), lost_driver),
+        }
+        for group_id, state, train_step, returned in rows
+    ]
+
+
 def _empty() -> dict[str, Any]:
     return {
         "drawn": 0,
@@ -295,24 +323,31 @@ def _lost_driver(file: Path) -> str:
 def _why_not_trained(
     state: str, train_step: int, reason: str | None, moves: list[dict[str, Any]], lost_driver: str
 ) -> str:
-    detail = moves[-1]["detail"]
-    returned = any(move["state"] == GroupState.TRAINED for move in moves[:-1])
+    if state == GroupState.TRAINED:
+        return ""
+    if state == GroupState.DISCARDED:
+        detail = moves[-1]["detail"]
+        return f"discarded, {reason}" + (f" ({detail})" if detail else "")
+    returned = any(move["state"] == GroupState.TRAINED for move in moves)
+    return _why_waiting(GroupState(state), train_step, returned, lost_driver)
+
+
+def _why_waiting(state: GroupState, train_step: int, returned: bool, lost_driver: str) -> str:
+    """`returned`: it was trained once, and a restart from an older checkpoint gave it back."""
+    batch = f"in the batch of train step {train_step}"
     said = {
-        GroupState.RUNNING: f"it was being played{lost_driver}; a resume plays it first"
-        if lost_driver
-        else "it is being played",
+        GroupState.RUNNING: "it is being played",
         GroupState.COMPLETED: "it waits for a batch"
         + ("; it was trained before, in a lineage that a restart gave up" if returned else ""),
         GroupState.ABORTED: "it was interrupted and waits to be played again",
         GroupState.EXPIRED: f"it was too stale for train step {train_step} and waits to be made again",
         GroupState.MAX_TRIES: "it was interrupted as often as allowed and waits for a tail batch",
-        GroupState.LEASED: f"it is in the batch of train step {train_step}, which is not committed"
-        if not lost_driver
-        else f"it was in the batch of train step {train_step}, not committed{lost_driver}; a resume gives it back",
-        GroupState.TRAINED: "",
-        GroupState.DISCARDED: f"discarded, {reason}" + (f" ({detail})" if detail else ""),
+        GroupState.LEASED: f"it is {batch}, which is not committed",
     }
-    return said[GroupState(state)]
+    if lost_driver:
+        said[GroupState.RUNNING] = f"it was being played{lost_driver}; a resume plays it first"
+        said[GroupState.LEASED] = f"it was {batch}, not committed{lost_driver}; a resume gives it back"
+    return said[state]
 
 
 def _counts(counts: Mapping[str, int]) -> str:

@@ -11,8 +11,9 @@ import pydantic
 
 from penstock.agent_loop import SingleTurnAgentLoop
 from penstock.config import Config, dotted_name
-from penstock.engine import EmbeddedEngineConfig
+from penstock.engine import EmbeddedEngineConfig, RolloutControllerConfig
 from penstock.learn import TrainWorkerConfig
+from penstock.ports import Engine, Tokenizer
 from penstock.produce import (
     AgentLoopManagerConfig,
     SyncProduceStrategyConfig,
@@ -76,8 +77,11 @@ class RLTrainerConfig(Config):
                 )
 
     def threads(self) -> tuple[int | None, int | None]:
-        """CPU threads of the trainer and of the engine; None leaves it to torch."""
+        """CPU threads of the trainer and of each engine; None leaves it to torch."""
         return self.cpu_threads, self.cpu_threads
+
+    def build_engine(self, model_dir: Path, tokenizer: Tokenizer) -> Engine:
+        return self.engine.build(str(model_dir), tokenizer, deterministic=self.deterministic, threads=self.threads()[1])
 
     def evaluate(self, *, display: Display | None = None) -> dict[str, float]:
         """The evaluator alone, on `model` as it is."""
@@ -105,13 +109,28 @@ class RLDisaggregatedTrainerConfig(RLTrainerConfig):
 
     engine: EmbeddedEngineConfig = EmbeddedEngineConfig(process=True)
 
+    num_engines: int = pydantic.Field(default=1, ge=1)
+    controller: RolloutControllerConfig = RolloutControllerConfig()
+    """The one door to the engines: health, restarts, routing."""
+
     def threads(self) -> tuple[int | None, int | None]:
-        """Both work at once, so they divide the cores."""
+        """Trainer and engines work at once, so they divide the cores."""
         cores = self.cpu_threads or os.cpu_count() or 2
-        return max(1, cores - cores // 2), max(1, cores // 2)
+        return max(1, cores - cores // 2), max(1, cores // 2 // self.num_engines)
+
+    def build_engine(self, model_dir: Path, tokenizer: Tokenizer) -> Engine:
+        """Processes behind a controller, which restarts what dies; an engine in this process stands alone."""
+        if not self.engine.process:
+            return super().build_engine(model_dir, tokenizer)
+        engines = {}
+        for number in range(self.num_engines):
+            engines[f"engine-{number}"] = super().build_engine(model_dir, tokenizer)
+        return self.controller.build(engines)
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.num_engines > 1 and not self.engine.process:
+            yield f"num_engines is {self.num_engines}; several engines need engine.process=True"
         for task in self.manager.task_list:
             strategy = task.produce_strategy_config
             if isinstance(strategy, SyncProduceStrategyConfig):

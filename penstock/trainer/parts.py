@@ -63,12 +63,7 @@ class _Opened:
         self.eval_prompts = load_prompts(eval_tasks, self.tokenizer, context=self.context)
 
     def engine(self) -> Engine:
-        return self.config.engine.build(
-            str(self.model_dir),
-            self.tokenizer,
-            deterministic=self.config.deterministic,
-            threads=self.config.threads()[1],
-        )
+        return self.config.build_engine(self.model_dir, self.tokenizer)
 
     def evaluator(self, engine: Engine, dead_letters: Path | None = None) -> Evaluator | None:
         if self.config.evaluator is None:

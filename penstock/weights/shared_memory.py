@@ -1,8 +1,9 @@
-"""Weights to engine processes of this machine, through one copy in shared memory that all of them read.
+"""Weights to engine processes of this machine, through copies in shared memory that all of them read.
 
-The copy is written in buckets by a few threads and reused from sync to sync, so the extra memory is the size of the
-weights once, for any number of engines, and no tensor of the trainer is held longer than its bucket. It is also what
-a restarted engine is given: after a sync it stays as it is until the next.
+There are two, written in turn: the one that was confirmed stays as it is until the next is confirmed, because it is
+what a restarted engine is given, also one that restarts while a sync is under way. They are written in buckets by a few
+threads, so the extra memory is the size of the weights twice, for any number of engines, and no tensor of the trainer
+is held longer than its bucket.
 
 The memory is an anonymous file (`memfd`), which engines open as /proc/<trainer>/fd/<n>: nothing is left behind, even
 by kill -9. That is Linux; elsewhere use `DiskChannel`.
@@ -29,18 +30,22 @@ ALIGNMENT = 64
 
 
 class SharedMemoryBuffer:
-    """Memory that holds one set of weights. Calls block; `write` may come from any thread, one at a time."""
+    """Memory for the weights that were confirmed and for those that come next.
+
+    Calls block; `write` may come from any thread, one at a time.
+    """
 
     def __init__(self, *, bucket_bytes: int = 64 << 20) -> None:
         if not hasattr(os, "memfd_create"):
             raise ConfigError("shared memory needs Linux (memfd_create); use DiskChannel here")
         self._bucket_bytes = bucket_bytes
-        self._segment: _Segment | None = None
+        self._confirmed: _Segment | None = None
+        self._next: _Segment | None = None
         self._writing = threading.Lock()
         self._closed = False
 
     def write(self, source: WeightSource) -> SharedMemoryWeights:
-        """Copy the weights. What was written before is gone, unless somebody still reads it.
+        """Copy the weights. What was written before and not confirmed is gone, unless somebody still reads it.
 
         Raises WeightSyncError when the source fails or a name comes twice.
         """
@@ -58,23 +63,28 @@ class SharedMemoryBuffer:
             finally:
                 segment.unlock()
 
+    def confirm(self) -> None:
+        """What was written last is served now: it stays until the next is confirmed."""
+        with self._writing:
+            self._confirmed, self._next = self._next, self._confirmed
+
     def close(self) -> None:
         """Readers keep what they have open."""
         with self._writing:
             self._closed = True
-            if self._segment is not None:
-                self._segment.close()
-                self._segment = None
+            for segment in filter(None, (self._confirmed, self._next)):
+                segment.close()
+            self._confirmed = self._next = None
 
     def _free_segment(self) -> _Segment:
-        if self._segment is not None and not self._segment.lock():
+        if self._next is not None and not self._next.lock():
             # An engine is still reading it: one that is late, or one that restarts. It keeps that copy.
-            self._segment.close()
-            self._segment = None
-        if self._segment is None:
-            self._segment = _Segment()
-            self._segment.lock()
-        return self._segment
+            self._next.close()
+            self._next = None
+        if self._next is None:
+            self._next = _Segment()
+            self._next.lock()
+        return self._next
 
 
 class _Segment:
@@ -176,6 +186,7 @@ class SharedMemoryChannel:
             async with asyncio.timeout(self._timeout_s):
                 stored = await asyncio.to_thread(self._buffer.write, source)
                 await load_confirmed(self._engine, stored, model_step, stored.checksum)
+                self._buffer.confirm()
         except TimeoutError:
             raise WeightSyncError(f"weights {model_step}: no confirmation within {self._timeout_s:g} s") from None
         num_bytes = sum(entry.num_bytes for entry in stored.entries)
