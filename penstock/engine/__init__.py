@@ -1,14 +1,15 @@
 """Text generation: engines behind the `Engine` port.
 
-`EmbeddedEngineConfig` builds the engine that needs nothing but torch, in this process or its own;
-`RolloutControllerConfig` builds the one door to several engines. Importing this package imports no torch.
+`EmbeddedEngineConfig` builds the engine that needs nothing but torch, in this process or its own; `VllmEngineConfig`
+builds vLLM in a process of its own; `RolloutControllerConfig` builds the one door to several engines. Importing this package imports no torch.
 
-torch_engine/  the engine itself
-process.py     the same in its own process; frames.py, remote.py and server.py are the wire between them
+torch_engine/  the embedded engine
+vllm.py        vLLM; vllm_environment.py is what it finds when it starts
+process.py     an engine in its own process; frames.py, remote.py and server.py are the wire between them
 controller.py  the one door; routing.py gives requests to engines, health.py knows their state, recovery.py brings
                them back
 """
 
-from penstock.engine.config import EmbeddedEngineConfig, RolloutControllerConfig
+from penstock.engine.config import EmbeddedEngineConfig, EngineConfig, RolloutControllerConfig, VllmEngineConfig
 
-__all__ = ["EmbeddedEngineConfig", "RolloutControllerConfig"]
+__all__ = ["EmbeddedEngineConfig", "EngineConfig", "RolloutControllerConfig", "VllmEngineConfig"]

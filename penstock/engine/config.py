@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import pydantic
@@ -13,8 +16,22 @@ from penstock.ports import Engine, Tokenizer
 if TYPE_CHECKING:
     from penstock.engine.controller import RolloutController
 
+PROJECT = Path(__file__).parents[2]
 
-class EmbeddedEngineConfig(Config):
+
+class EngineConfig(Config):
+    """What a run asks of any engine's configuration."""
+
+    process: bool = False
+    """Run it in a process of its own: training and generation overlap, and its death is not the trainer's."""
+
+    def build(
+        self, model_dir: str, tokenizer: Tokenizer, *, deterministic: bool = False, threads: int | None = None
+    ) -> Engine:
+        raise NotImplementedError
+
+
+class EmbeddedEngineConfig(EngineConfig):
     """The engine for a machine with nothing but torch, in this process or its own."""
 
     max_running: int = pydantic.Field(default=64, ge=1)
@@ -27,8 +44,6 @@ class EmbeddedEngineConfig(Config):
     device: str = "cpu"
     fused: bool = True
     """Use the fused forward where the architecture has one; False takes the model's own forward."""
-    process: bool = False
-    """Run it in a process of its own: training and generation overlap, and its death is not the trainer's."""
 
     def problems(self) -> Iterator[str]:
         if self.prefill_chunk_tokens % 32:
@@ -62,6 +77,62 @@ class EmbeddedEngineConfig(Config):
             threads=threads,
         )
         return ProcessEngine(setup)
+
+
+class VllmEngineConfig(EngineConfig):
+    """vLLM in a process of its own: the CPU build of `make setup-vllm`, or on a GPU the extra `vllm` (not tried yet).
+
+    A rollout's seed decides its answer, but not the same answer as the embedded engine's, and a continued answer draws
+    fresh random numbers.
+    """
+
+    process: Literal[True] = True
+    python: str | None = ".venv-vllm/bin/python"
+    """The interpreter of the environment that has vLLM, from here or from the project's directory. None: this one."""
+    max_running: int = pydantic.Field(default=64, ge=1)
+    """Answers made at the same time; more requests wait."""
+    max_context: int | None = pydantic.Field(default=None, ge=2)
+    """Prompt and answer together, in tokens. None: what the model was made for."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    enforce_eager: bool = True
+    """False compiles the model first, which takes minutes on a CPU and needs a C++ compiler."""
+    kv_cache_gb: float | None = pydantic.Field(default=1.0, gt=0)
+    """None leaves it to vLLM, which takes most of the memory there is."""
+
+    def problems(self) -> Iterator[str]:
+        if self.python is None:
+            if importlib.util.find_spec("vllm") is None:
+                yield "python is None and vllm is not installed here; `make setup-vllm` installs it in .venv-vllm"
+        elif self._interpreter() is None:
+            yield f"vLLM is not installed: there is no {self.python}; `make setup-vllm` makes it"
+
+    def build(
+        self, model_dir: str, tokenizer: Tokenizer, *, deterministic: bool = False, threads: int | None = None
+    ) -> Engine:
+        """Returns at once: the process starts, and a bad model is refused, with the first call.
+
+        `deterministic` has no effect: vLLM's answers depend, in their last bits, on what else it computes.
+        """
+        from penstock.engine.frames import Setup
+        from penstock.engine.process import ProcessEngine
+
+        self.check()
+        setup = Setup(
+            engine="vllm",
+            config=self.model_dump(mode="json", exclude={"python"}),
+            model_dir=str(model_dir),
+            stop_ids=tuple(sorted(tokenizer.stop_ids)),
+            deterministic=deterministic,
+            threads=threads,
+        )
+        return ProcessEngine(setup, python=self._interpreter() or sys.executable)
+
+    def _interpreter(self) -> str | None:
+        if self.python is None:
+            return sys.executable
+        # Not resolved: a virtual environment is found by the path of its link to the interpreter.
+        places = (Path.cwd() / self.python, PROJECT / self.python)
+        return next((str(path) for path in places if path.is_file()), None)
 
 
 class RolloutControllerConfig(Config):

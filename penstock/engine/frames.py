@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -38,8 +38,9 @@ START = 0
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine's process builds."""
 
+    engine: Literal["embedded", "vllm"] = "embedded"
     config: dict[str, Any]
-    """The fields of an `EmbeddedEngineConfig`."""
+    """The fields of its configuration."""
     model_dir: str
     stop_ids: tuple[int, ...]
     deterministic: bool = False

@@ -1,4 +1,4 @@
-"""ProcessEngine: the embedded engine in a process of its own, so that its work and its death are its own.
+"""ProcessEngine: an engine in a process of its own, so that its work and its death are its own.
 
 new --first call--> starting --> running --> dead --restart--> starting
                         |           |          ^
@@ -32,8 +32,16 @@ _LINE_LIMIT = 2000
 class ProcessEngine:
     """The `Engine` port. Starts with the first call; use it from one event loop at a time."""
 
-    def __init__(self, setup: Setup, *, start_timeout_s: float = 300.0, close_timeout_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        *,
+        python: str = sys.executable,
+        start_timeout_s: float = 300.0,
+        close_timeout_s: float = 5.0,
+    ) -> None:
         self._setup = setup
+        self._python = python
         self._start_timeout_s = start_timeout_s
         self._close_timeout_s = close_timeout_s
         self._child: _Child | None = None
@@ -103,7 +111,7 @@ class ProcessEngine:
             raise
 
     async def _start(self) -> RemoteEngine:
-        child = self._child = await _Child.start()
+        child = self._child = await _Child.start(self._python)
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 return await child.connect(self._setup)
@@ -139,12 +147,12 @@ class _Child:
         self._listening = asyncio.create_task(self._listen(), name=f"stderr of engine {process.pid}")
 
     @classmethod
-    async def start(cls) -> _Child:
+    async def start(cls, python: str) -> _Child:
         ours, theirs = socket.socketpair()
         try:
             # From the loop's own thread: the kernel ends a child with the thread that started it.
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
+                python,
                 *("-m", "penstock.engine.server", str(theirs.fileno()), str(os.getpid())),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,

@@ -16,13 +16,13 @@ import struct
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
-from penstock.engine.config import EmbeddedEngineConfig
+from penstock.engine.config import EmbeddedEngineConfig, VllmEngineConfig
 from penstock.engine.frames import (
     METHODS,
     START,
@@ -39,6 +39,13 @@ from penstock.errors import ModelError
 from penstock.models import load_tokenizer
 from penstock.ports import Engine, LoadedWeights, Tokenizer
 from penstock.weights.stored import StoredWeights
+
+
+@runtime_checkable
+class ReadsStoredWeights(Protocol):
+    """An engine with processes of its own, which read the weights where they are."""
+
+    async def load_stored(self, stored: StoredWeights, model_step: int) -> LoadedWeights: ...
 
 
 async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, engine: Engine) -> None:
@@ -82,6 +89,8 @@ async def _run(call: Call, engine: Engine) -> Any:
 
 
 async def _load(engine: Engine, stored: StoredWeights, model_step: int) -> LoadedWeights:
+    if isinstance(engine, ReadsStoredWeights):
+        return await engine.load_stored(stored, model_step)
     receiving = stored.receive()
     # Reading and checking takes a while; other calls are answered meanwhile.
     received = await asyncio.to_thread(receiving.__enter__)
@@ -117,11 +126,23 @@ def build(setup: Setup) -> Engine:
     """Raises ModelError when the files of the model cannot be used."""
     disable_progress_bar()
     tokenizer = _ModelTokenizer(load_tokenizer(Path(setup.model_dir)), frozenset(setup.stop_ids))
-    config = EmbeddedEngineConfig(**setup.config)
     try:
+        if setup.engine == "vllm":
+            return _build_vllm(setup, tokenizer)
+        config = EmbeddedEngineConfig(**setup.config)
         return config.build(setup.model_dir, tokenizer, deterministic=setup.deterministic, threads=setup.threads)
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"the model in {setup.model_dir} cannot be loaded: {error}") from error
+
+
+def _build_vllm(setup: Setup, tokenizer: Tokenizer) -> Engine:
+    from penstock.engine.vllm_environment import prepare_environment
+
+    config = VllmEngineConfig(**setup.config, python=None)
+    prepare_environment(dtype=config.dtype, threads=setup.threads)
+    from penstock.engine.vllm import build_engine
+
+    return build_engine(config, setup.model_dir, tokenizer)
 
 
 def main(descriptor: int, parent: int) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import socket
+import time
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,9 @@ class Holder(msgspec.Struct, frozen=True):
     pid: int
     host: str
 
+
+INHERITED_S = 5.0
+"""How long a process that is gone may still hold the lock, see `_lock`."""
 
 _held: set[int] = set()
 
@@ -41,11 +45,8 @@ class RunLock:
         self._descriptor: int | None = None
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise _in_use(path) from None
-        except OSError:
+            _lock(descriptor, fcntl.LOCK_EX, path)
+        except BaseException:
             os.close(descriptor)
             raise
         os.ftruncate(descriptor, 0)
@@ -68,9 +69,7 @@ def check_free(path: Path) -> None:
     except OSError:
         return  # nobody ever had it, or it cannot be looked at; taking it will tell
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise _in_use(path) from None
+        _lock(descriptor, fcntl.LOCK_SH, path)
     finally:
         os.close(descriptor)
 
@@ -89,11 +88,26 @@ def has_ended(holder: Holder) -> bool:
         return False
     try:
         os.kill(holder.pid, 0)
+        # Killed, but its parent has not asked how it ended.
+        return Path(f"/proc/{holder.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"Z", b"X")
     except ProcessLookupError:
         return True
-    except PermissionError:
-        pass
-    return False
+    except (OSError, IndexError):
+        return False
+
+
+def _lock(descriptor: int, how: int, path: Path) -> None:
+    deadline = time.monotonic() + INHERITED_S
+    while True:
+        try:
+            return fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = read_holder(path)
+            if holder is None or not has_ended(holder) or time.monotonic() > deadline:
+                raise _in_use(path) from None
+        # Killed while it started another process, a holder leaves the lock to that one for the moment until its exec.
+        # The kernel tells nobody when a lock gets free, except those who would wait for ever.
+        time.sleep(0.005)
 
 
 def _in_use(path: Path) -> LedgerError:

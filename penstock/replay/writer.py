@@ -153,6 +153,8 @@ class ThreadWriter(Generic[JobT]):
         self._hurry = False
         """Somebody waits for what is queued."""
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._round: asyncio.AbstractEventLoop | None = None
+        """The loop that will begin a transaction in its next round. Its thread's alone."""
         self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
         self._thread.start()
 
@@ -181,15 +183,11 @@ class ThreadWriter(Generic[JobT]):
             loop = asyncio.get_running_loop()
             future = loop.create_future()
             self._waiters.append((ticket, future))
-        # In the loop's next round: what the others who run in this one record shares the transaction.
-        loop.call_soon(self._begin)
-        try:
-            async with asyncio.timeout(self._wait_timeout_s):
-                await future
-        except TimeoutError:
-            cause = TimeoutError(f"the disk did not take a write within {self._wait_timeout_s:g} s")
-            self._fail(cause)
-            raise explain(self._path, cause) from cause
+        if self._round is not loop:
+            # In the loop's next round: what the others who run in this one record shares the transaction.
+            self._round = loop
+            loop.call_soon(self._begin, loop)
+        await future
 
     async def close(self) -> None:
         """Raises StorageError when what was queued could not be written and nobody was told before."""
@@ -203,11 +201,21 @@ class ThreadWriter(Generic[JobT]):
             if not self._told:
                 self._raise_failure()
 
-    def _begin(self) -> None:
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._round = None
         with self._condition:
+            submitted = self._submitted
             if self._queue and not self._hurry:
                 self._hurry = True
                 self._condition.notify()
+        # One deadline for all who wait in this round.
+        loop.call_later(self._wait_timeout_s, self._overdue, submitted)
+
+    def _overdue(self, submitted: int) -> None:
+        with self._condition:
+            if self._durable >= submitted or self._cause is not None:
+                return
+        self._fail(TimeoutError(f"the disk did not take a write within {self._wait_timeout_s:g} s"))
 
     # In the thread.
 

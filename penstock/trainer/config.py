@@ -11,7 +11,7 @@ import pydantic
 
 from penstock.agent_loop import SingleTurnAgentLoop
 from penstock.config import Config, dotted_name
-from penstock.engine import EmbeddedEngineConfig, RolloutControllerConfig
+from penstock.engine import EmbeddedEngineConfig, EngineConfig, RolloutControllerConfig
 from penstock.learn import TrainWorkerConfig
 from penstock.ports import Engine, Tokenizer
 from penstock.produce import (
@@ -35,7 +35,7 @@ class RLTrainerConfig(Config):
 
     model: str
     """A known name (`penstock models`), a directory in Hugging Face format, or a hub id."""
-    engine: EmbeddedEngineConfig = EmbeddedEngineConfig()
+    engine: EngineConfig = EmbeddedEngineConfig()
     train: TrainWorkerConfig = TrainWorkerConfig()
     manager: AgentLoopManagerConfig
     replay_buffer: ReplayBufferConfig = ReplayBufferConfig(storage="sqlite")
@@ -107,7 +107,7 @@ class RLColocateTrainerConfig(RLTrainerConfig):
 class RLDisaggregatedTrainerConfig(RLTrainerConfig):
     """A producer in the background and the trainer in front of it, each on devices of its own."""
 
-    engine: EmbeddedEngineConfig = EmbeddedEngineConfig(process=True)
+    engine: EngineConfig = EmbeddedEngineConfig(process=True)
 
     num_engines: int = pydantic.Field(default=1, ge=1)
     controller: RolloutControllerConfig = RolloutControllerConfig()

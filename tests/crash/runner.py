@@ -52,6 +52,7 @@ TRAINERS = {trainer.name: trainer for trainer in SHARES}
 KINDS = ("wall", "ledger", "files")
 MIXED = "mixed"
 MAX_KILLS_IN_A_ROW = 5
+MAX_ROUNDS = 10
 LANES = 2
 
 
@@ -191,19 +192,25 @@ def crash(kills: int, seed: int, place: Path) -> list[Story]:
     rng = random.Random(f"plan {seed}")
     stories: list[Story] = []
     with concurrent.futures.ProcessPoolExecutor(LANES, mp_context=multiprocessing.get_context("fork")) as lanes:
-        wholes = {name: lanes.submit(run_whole, name, place) for name in reversed(TRAINERS)}
-        done, round_number = 0, 0
-        while done < kills and round_number < 10:
-            # A victim that was done before its instant was not killed: others are.
+        planned = plan(kills, rng)
+        wholes = {name: lanes.submit(run_whole, name, place) for name in dict.fromkeys(name for name, _ in planned)}
+        for round_number in range(MAX_ROUNDS):
             running = [
                 lanes.submit(tell, name, place, f"{seed} {round_number} {number}", n, wholes[name].result())
-                for number, (name, n) in enumerate(plan(kills - done, rng))
+                for number, (name, n) in enumerate(planned)
             ]
-            stories += [future.result() for future in running]
-            done, round_number = sum(story.kills for story in stories), round_number + 1
-            if any(story.problems for story in stories):
+            for future in concurrent.futures.as_completed(running):
+                stories.append(future.result())
+                print(f"{_kills(stories)} of {kills} kills", file=sys.stderr, flush=True)
+            if _kills(stories) >= kills or any(story.problems for story in stories):
                 break
+            # A victim that was done before its instant was not killed: others are.
+            planned = [(name, n) for name, n in plan(kills - _kills(stories), rng) if name in wholes]
     return stories
+
+
+def _kills(stories: list[Story]) -> int:
+    return sum(story.kills for story in stories)
 
 
 def table(stories: list[Story]) -> list[str]:
@@ -233,9 +240,8 @@ def main() -> int:
     print("\n".join(table(stories)))
     print(f"{len(stories)} run directories, {time.monotonic() - started:.0f} s")
     verdict = {what: sum(len(getattr(s.findings, what)) for s in stories) for what in ("lost", "skipped", "doubled")}
-    kills = sum(story.kills for story in stories)
-    print(json.dumps({"kills": kills, **verdict}))
-    if problems or kills < options.kills:
+    print(json.dumps({"kills": _kills(stories), **verdict}))
+    if problems or _kills(stories) < options.kills:
         return 1
     shutil.rmtree(place)
     return 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -140,3 +142,22 @@ def test_a_loss_that_is_not_finite_stops_the_run_after_three_tries_and_trains_no
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.parts.worker.tensors())
     trainer.parts.buffer.conservation().check()
     assert trainer.summary.steps == 0
+
+
+def test_an_engine_that_is_killed_comes_back_and_the_run_goes_on(penstock, tmp_path, read_lines):
+    arguments = ("--run-dir", "run", "--set", "evaluator=null", "--set", "total_steps=40")
+    run = penstock("train", "tiny-async", *arguments)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("reward/mean") >= 2):
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    (engine,) = [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if b"penstock.engine.server" in path.read_bytes() and path.read_bytes().endswith(f"{run.pid}\0".encode())
+    ]
+    os.kill(engine, signal.SIGKILL)
+    output, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, output
+    assert [line["step"] for line in read_lines(metrics)] == list(range(1, 41))

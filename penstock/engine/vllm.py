@@ -1,0 +1,519 @@
+"""vLLM behind the `Engine` port, and the only file that imports it. It runs in the process that `server.py` starts.
+
+    VllmEngine            in that process: the port over `AsyncLLM`
+    StoredWeightTransfer  in the processes that vLLM starts: reads stored weights where they are, and loads them
+
+A pause is vLLM's own. A weight update is one too: `start_weight_update`, `update_weights` with the record that says
+where the bytes are, `finish_weight_update` with the model step as the version. vLLM then names the version of every
+run of tokens, and that is what an answer reports: not what this file believes is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from safetensors import safe_open
+from vllm import SamplingParams
+from vllm.config import VllmConfig, WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+    WeightTransferUpdateRequest,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError, VLLMServerError
+from vllm.inputs import tokens_input
+from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from penstock.engine.config import VllmEngineConfig
+from penstock.engine.vllm_environment import WITHOUT_AMX, die_with_parent
+from penstock.errors import DataFailure, InfrastructureFailure, RunError, WeightSyncError
+from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, PauseMode, Tokenizer, WeightSource
+from penstock.rollout import FinishReason, pack_ids, pack_logprobs, unpack_ids
+from penstock.weights.stored import DiskWeights, SharedMemoryWeights, StoredWeights
+
+BACKEND = "penstock"
+INITIAL_VERSION = "default"
+"""What vLLM calls the weights it started with: model step 0."""
+_END_RETRY_S = 0.05
+_NOTHING = Completion(ids=b"", logprobs=b"", finish_reason=FinishReason.ABORT, steps=())
+
+
+def build_engine(config: VllmEngineConfig, model_dir: str, tokenizer: Tokenizer) -> VllmEngine:
+    """Start vLLM and load the model; blocks. The environment was prepared before this file was imported."""
+    stats = _Stats()
+    on_gpu = torch.cuda.is_available()
+    arguments = AsyncEngineArgs(
+        model=model_dir,
+        dtype=config.dtype,
+        max_num_seqs=config.max_running,
+        max_model_len=config.max_context,
+        enforce_eager=config.enforce_eager,
+        kv_cache_memory_bytes=int(config.kv_cache_gb * (1 << 30)) if config.kv_cache_gb is not None else None,
+        enable_prefix_caching=True,
+        # On a CPU a prompt is computed in one step: vLLM steps a seeded request's generator back after a part of its
+        # prompt, which generators of a CPU cannot do, and that ends the engine.
+        enable_chunked_prefill=on_gpu,
+        # After temperature: what the trainer computes, and what the sampled token was drawn from.
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        seed=0,
+        enable_sleep_mode=on_gpu,
+        worker_extension_cls=f"{__name__}.{WorkerExtension.__name__}",
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        disable_log_stats=False,
+    )
+    llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: stats])
+    return VllmEngine(llm, tokenizer, stats, max_running=config.max_running, can_sleep=on_gpu)
+
+
+class VllmEngine:
+    """The `Engine` port. Belongs to the event loop of its first call."""
+
+    def __init__(
+        self, llm: AsyncLLM, tokenizer: Tokenizer, stats: _Stats, *, max_running: int, can_sleep: bool
+    ) -> None:
+        self._llm = llm
+        self._tokenizer = tokenizer
+        self._stats = stats
+        self._max_running = max_running
+        self._can_sleep = can_sleep
+        self._vocab_size: int = llm.model_config.get_vocab_size()
+        self._max_context: int = llm.model_config.max_model_len
+        self._live: set[_Answer] = set()
+        self._pause: PauseMode | None = None
+        self._control = asyncio.Lock()
+        """Pause, continue and weight updates, one at a time."""
+        self._damage = ""
+        """Why the weights cannot be used any more: a load that failed half way."""
+        self._generated_tokens = 0
+        self._busy = _Stopwatch()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self._check(request)
+        self._check_weights()
+        given = unpack_ids(request.response_ids)
+        if len(given) >= request.params.max_tokens:
+            return Completion(ids=b"", logprobs=b"", finish_reason=FinishReason.LENGTH, steps=())
+        if self._pause == "abort":
+            return _NOTHING
+        answer = _Answer(request.request_id)
+        self._live.add(answer)
+        self._note_work()
+        try:
+            with _as_failures(request.request_id):
+                await self._collect(answer, request, given.tolist())
+        finally:
+            self._live.discard(answer)
+            self._note_work()
+            answer.ended.set()
+        return answer.completion()
+
+    async def _collect(self, answer: _Answer, request: GenerateRequest, given: list[int]) -> None:
+        prompt = tokens_input(unpack_ids(request.prompt_ids).tolist() + given)
+        straddling = _Straddling(self._tokenizer, request.params.stop, given)
+        outputs = self._llm.generate(prompt, self._params(request, len(given)), request.request_id)
+        async for output in outputs:
+            new = output.outputs[0]
+            answer.take(new)
+            self._generated_tokens += len(new.token_ids)
+            if straddling.found_in(answer.ids):
+                answer.finish_reason = "stop"
+                await self._llm.abort(request.request_id)
+
+    def _params(self, request: GenerateRequest, given: int) -> SamplingParams:
+        params = request.params
+        return SamplingParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            max_tokens=params.max_tokens - given,
+            min_tokens=max(0, params.min_tokens - given),
+            stop=list(params.stop),
+            stop_token_ids=sorted({*params.stop_token_ids, *self._tokenizer.stop_ids}),
+            # The ids that end an answer are the tokenizer's of the run, not what the model's files say.
+            ignore_eos=True,
+            seed=_seed(request.seed, request.first_uniform),
+            logprobs=0,
+            detokenize=bool(params.stop),
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    async def pause_generation(self, mode: PauseMode = "abort") -> None:
+        async with self._control:
+            self._pause = mode
+            self._note_work()
+            with _as_failures("pause_generation"):
+                # Caches are for the same weights still; an update clears them.
+                await self._llm.pause_generation(mode=mode, clear_cache=False)
+                if mode == "abort":
+                    await self._end(self._live)
+                else:
+                    await self._settle()
+
+    async def continue_generation(self) -> None:
+        async with self._control:
+            if self._pause is not None:
+                with _as_failures("continue_generation"):
+                    await self._llm.resume_generation()
+                self._pause = None
+                self._note_work()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        ids = frozenset(request_ids)
+        with _as_failures("abort"):
+            await self._end([answer for answer in self._live if answer.request_id in ids])
+
+    async def _end(self, answers: Iterable[_Answer]) -> None:
+        """Returns when these have ended. Asks again: a request that vLLM is still taking in is not known to it yet."""
+        left = list(answers)
+        while left := [answer for answer in left if not answer.ended.is_set()]:
+            await self._llm.abort([answer.request_id for answer in left])
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_END_RETRY_S):
+                    await left[0].ended.wait()
+
+    async def _settle(self) -> None:
+        """The tokens of the last step have arrived: they were sent before the answer to this call."""
+        await self._llm.get_weight_version()
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    async def sleep(self) -> None:
+        """On a GPU, move the weights away and drop the cache; a CPU build has nothing to give up."""
+        async with self._control:
+            if self._pause is None or self._live:
+                raise RunError(
+                    f"the engine cannot sleep: pause mode {self._pause}, {len(self._live)} requests; pause it in mode "
+                    "abort first"
+                )
+            if self._can_sleep:
+                with _as_failures("sleep"):
+                    await self._llm.sleep(level=1)
+
+    async def wake(self) -> None:
+        async with self._control:
+            if self._can_sleep:
+                with _as_failures("wake"):
+                    await self._llm.wake_up()
+                    if self._pause is not None:  # waking up starts vLLM's scheduler
+                        await self._llm.pause_generation(mode=self._pause, clear_cache=False)
+
+    async def load_weights(self, source: WeightSource, model_step: int) -> LoadedWeights:
+        if not isinstance(source, SharedMemoryWeights | DiskWeights):
+            raise WeightSyncError(f"vLLM loads stored weights only, not {type(source).__name__}; the old ones are kept")
+        return await self.load_stored(source, model_step)
+
+    async def load_stored(self, stored: StoredWeights, model_step: int) -> LoadedWeights:
+        """vLLM's workers read the bytes themselves. Frozen answers are computed anew under the new weights."""
+        async with self._control:
+            self._check_weights()
+            with _as_failures("load_weights"):
+                if self._pause is None:
+                    await self._llm.pause_generation(mode="keep", clear_cache=False)
+                checksum = await self._update(stored, model_step)
+                if self._pause is None:
+                    await self._llm.resume_generation()
+        return LoadedWeights(model_step=model_step, checksum=checksum)
+
+    async def _update(self, stored: StoredWeights, model_step: int) -> str:
+        update = {"stored": msgspec.json.encode(stored).decode()}
+        await self._llm.start_weight_update()
+        try:
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+        except VLLMServerError:
+            raise
+        except Exception as error:
+            raise await self._refusal(model_step, error) from error
+        await self._llm.finish_weight_update(weight_version=str(model_step))
+        # Also the cache of frozen answers: siblings that come later would reuse keys of the old weights.
+        await self._llm.reset_prefix_cache(reset_running_requests=True)
+        received = {worker["checksum"] for worker in await self._llm.collective_rpc("weights_received")}
+        if len(received) != 1:
+            self._damage = f"vLLM's workers received different weights: {sorted(received)}"
+            raise WeightSyncError(self._damage)
+        return str(received.pop())
+
+    async def _refusal(self, model_step: int, error: Exception) -> WeightSyncError:
+        workers = await self._llm.collective_rpc("weights_received")
+        if all(worker["intact"] for worker in workers):
+            if self._pause is None:
+                await self._llm.resume_generation()
+            return WeightSyncError(f"weights {model_step} refused, the old ones are kept: {error}")
+        self._damage = f"loading weights {model_step} failed half way: {error}"
+        return WeightSyncError(self._damage)
+
+    async def model_step(self) -> int:
+        with _as_failures("model_step"):
+            return _step_of(await self._llm.get_weight_version())
+
+    async def check_health(self) -> None:
+        """Asks vLLM's core, which answers between two steps."""
+        self._check_weights()
+        with _as_failures("check_health"):
+            await self._llm.check_health()
+            await self._llm.get_weight_version()
+
+    async def stats(self) -> EngineStats:
+        running = min(len(self._live), self._max_running)
+        return EngineStats(
+            running=running,
+            waiting=len(self._live) - running,
+            generated_tokens=self._generated_tokens,
+            busy_seconds=self._busy.seconds(),
+            cache_use=self._stats.cache_use if self._live else 0.0,
+        )
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._llm.shutdown, 1.0)
+
+    def _check(self, request: GenerateRequest) -> None:
+        prompt, given = unpack_ids(request.prompt_ids), unpack_ids(request.response_ids)
+        name = f"request {request.request_id}"
+        if not len(prompt):
+            raise DataFailure(f"{name}: the prompt is empty; it needs at least one token", reason="empty prompt")
+        length = len(prompt) + max(request.params.max_tokens, len(given))
+        if length > self._max_context:
+            raise DataFailure(
+                f"{name}: {len(prompt)} prompt tokens and max_tokens {request.params.max_tokens} are {length}; "
+                f"the context is {self._max_context}. Lower max_tokens or drop long prompts.",
+                reason="context too long",
+            )
+        for ids in (prompt, given, np.asarray(request.params.stop_token_ids, dtype=np.int64)):
+            if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab_size):
+                raise DataFailure(
+                    f"{name}: ids go from {ids.min()} to {ids.max()}; the model knows 0 to {self._vocab_size - 1}",
+                    reason="token outside vocabulary",
+                )
+
+    def _check_weights(self) -> None:
+        if self._damage:
+            raise InfrastructureFailure(f"{self._damage}; the engine must be restarted", reason="weights damaged")
+
+    def _note_work(self) -> None:
+        self._busy.run(bool(self._live) and self._pause is None)
+
+
+class _Answer:
+    """What vLLM sent of one answer so far."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.ended = asyncio.Event()
+        self.ids: list[int] = []
+        self.finish_reason: str | None = None
+        self._logprobs: list[float] = []
+        self._steps: tuple[tuple[int, int], ...] = ()
+
+    def take(self, output: Any) -> None:
+        """A piece of the answer: a `CompletionOutput` of kind DELTA."""
+        self.ids += output.token_ids
+        for token, likeliest in zip(output.token_ids, output.logprobs or (), strict=True):
+            self._logprobs.append(likeliest[token].logprob)
+        self.finish_reason = self.finish_reason or output.finish_reason
+        if output.weight_versions:
+            self._steps = tuple((_step_of(run.version), run.end - run.start) for run in output.weight_versions)
+
+    def completion(self) -> Completion:
+        try:
+            finish_reason = FinishReason(self.finish_reason or "")
+        except ValueError:
+            raise InfrastructureFailure(
+                f"request {self.request_id}: vLLM ended it with {self.finish_reason!r}", reason="engine_error"
+            ) from None
+        return Completion(
+            ids=pack_ids(self.ids),
+            logprobs=pack_logprobs(self._logprobs),
+            finish_reason=finish_reason,
+            steps=self._steps,
+        )
+
+
+class _Straddling:
+    """A stop string that begins in what a continued answer already has. vLLM looks at the new text alone."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], given: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = stops if given else ()
+        self._reach = max((len(stop) for stop in stops), default=0)
+        self._before = given[-self._reach :] if self._reach else []
+
+    def found_in(self, ids: list[int]) -> bool:
+        if not self._stops or not ids or len(ids) > self._reach:
+            return False
+        text = self._tokenizer.decode([*self._before, *ids])
+        return any(stop in text for stop in self._stops)
+
+
+class _Stopwatch:
+    def __init__(self) -> None:
+        self._total = 0.0
+        self._since: float | None = None
+
+    def run(self, running: bool) -> None:
+        if running and self._since is None:
+            self._since = time.perf_counter()
+        elif not running and self._since is not None:
+            self._total += time.perf_counter() - self._since
+            self._since = None
+
+    def seconds(self) -> float:
+        return self._total + (time.perf_counter() - self._since if self._since is not None else 0.0)
+
+
+class _Stats(StatLoggerBase):
+    """The last word of vLLM's scheduler."""
+
+    def __init__(self) -> None:
+        self.cache_use = 0.0
+
+    def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+        if scheduler_stats is not None:
+            self.cache_use = float(scheduler_stats.kv_cache_usage)
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _as_failures(name: str) -> Iterator[None]:
+    try:
+        yield
+    except VLLMClientError as error:
+        raise DataFailure(f"request {name}: vLLM refused it: {error}", reason="refused") from error
+    except VLLMServerError as error:
+        cause = error.__cause__ or error
+        raise InfrastructureFailure(
+            f"{name}: vLLM failed: {type(cause).__name__}: {cause}", reason="engine_died"
+        ) from error
+
+
+def _step_of(version: str) -> int:
+    return 0 if version == INITIAL_VERSION else int(version)
+
+
+def _seed(seed: int, first_uniform: int) -> int:
+    """vLLM's seeds begin at the first token of a request: a continued answer must not replay the numbers it used."""
+    digest = hashlib.blake2b(f"{seed}:{first_uniform}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+# What follows runs in the processes that vLLM starts. They import this file to find the extension below, before a
+# model is loaded.
+
+
+@dataclass
+class NoInit(WeightTransferInitInfo):
+    pass
+
+
+@dataclass
+class StoredUpdate(WeightTransferUpdateInfo):
+    stored: str
+    """`StoredWeights` as JSON."""
+
+
+class StoredWeightTransfer(WeightTransferEngine[NoInit, StoredUpdate]):
+    """One update brings all weights, or none: they are checked as a whole before the first is touched."""
+
+    init_info_cls = NoInit
+    update_info_cls = StoredUpdate
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        die_with_parent()
+        self.checksum = ""
+        self.intact = True
+        self._shapes = _checkpoint_shapes(Path(self.model_config.model))
+        tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
+        self._optional = frozenset({"lm_head.weight"} if tied else ())
+
+    def init_transfer_engine(self, init_info: NoInit) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: StoredUpdate) -> None:
+        stored = msgspec.json.decode(update_info.stored, type=StoredWeights)
+        with stored.receive() as received:
+            given = dict(received.tensors())
+            self._check(given)
+            self.intact = False
+            # Layer by layer: the weights in use are packed, so they cannot be written in place. The views of `given`
+            # are read until the last layer is finalized.
+            initialize_layerwise_reload(self.model)
+            self.model.load_weights(iter(given.items()))
+            finalize_layerwise_reload(self.model, self.model_config)
+            self.intact = True
+            self.checksum = received.checksum
+
+    def finish_weight_update(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+    def _check(self, given: dict[str, torch.Tensor]) -> None:
+        needed = self._shapes.keys() - self._optional
+        wrong = [f"{name} is missing" for name in needed - given.keys()]
+        wrong += [f"{name} is not a weight of this model" for name in given.keys() - needed - self._optional]
+        wrong += [
+            f"{name} has shape {tuple(given[name].shape)}; the model needs {self._shapes[name]}"
+            for name in needed & given.keys()
+            if tuple(given[name].shape) != self._shapes[name]
+        ]
+        if wrong:
+            more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise WeightSyncError("; ".join(sorted(wrong)[:5]) + more)
+
+
+class WorkerExtension:
+    """What vLLM's worker class gets besides its own methods."""
+
+    weight_transfer_engine: StoredWeightTransfer
+
+    def weights_received(self) -> dict[str, Any]:
+        transfer = self.weight_transfer_engine
+        return {"checksum": transfer.checksum, "intact": transfer.intact}
+
+
+def _checkpoint_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """What the trainer must send: the names and shapes of the files that the model was loaded from."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
+
+
+with contextlib.suppress(ValueError):  # the file may be imported twice, as itself and by vLLM
+    WeightTransferEngineFactory.register_engine(BACKEND, StoredWeightTransfer)
+
+if WITHOUT_AMX in os.environ:
+    # vLLM's own kernels ask torch, which believes the CPU.
+    torch.cpu._is_amx_tile_supported = lambda: False
