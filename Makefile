@@ -6,9 +6,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Exact, and installed before everything else: a plain `torch` pulls the newest release with gigabytes of CUDA.
 TORCH := torch==2.13.0
+VLLM_VENV := .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench crash-quick crash
+.PHONY: help setup setup-vllm demo test test-vllm lint bench crash-quick crash
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -26,11 +28,26 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,math,gym]'
 	@touch $@
 
+setup-vllm: $(VLLM_READY) ## vLLM for this CPU, in an environment of its own: .venv-vllm, with the versions of constraints-vllm.txt
+
+# An environment of its own: vLLM needs an older transformers. Its packages are listed in full and installed without
+# their dependencies, so that neither CUDA nor libraries for images and sound come with them.
+$(VLLM_READY): constraints-vllm.txt
+	@rm -f $@
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet $(TORCH)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -r constraints-vllm.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -e .
+	@touch $@
+
 demo: $(READY) ## train a model with the recipe quickstart, into runs/quickstart (-2, -3, ...)
 	$(BIN)/penstock train quickstart --next-run-dir
 
-test: $(READY) ## all tests
-	$(BIN)/python -m pytest tests
+test: $(READY) ## all tests but the heavy tiers: crash-quick, test-vllm
+	$(BIN)/python -m pytest tests --ignore tests/vllm -m 'not crash_tier'
+
+test-vllm: $(READY) $(VLLM_READY) ## the tests with a real vLLM
+	$(BIN)/python -m pytest tests/vllm
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .
@@ -40,7 +57,8 @@ lint: $(READY) ## ruff and mypy
 bench: $(READY) ## every benchmark; each prints one JSON line per figure
 	@set -e; for file in benchmarks/*.py; do $(BIN)/python $$file; done
 
-crash-quick: $(READY) ## 60 kills of real runs; nothing may be lost, skipped or doubled
+crash-quick: $(READY) ## failing disks, signals, and 60 kills of real runs: nothing may be lost, skipped or doubled
+	$(BIN)/python -m pytest tests/crash -m crash_tier
 	@$(BIN)/python tests/crash/runner.py --kills 60
 
 crash: $(READY) ## the same with 500 kills

@@ -1,7 +1,8 @@
 """Text generation: engines behind the `Engine` port.
 
 `EmbeddedEngineConfig` builds the engine that needs nothing but torch, in this process or its own; `VllmEngineConfig`
-builds vLLM in a process of its own; `RolloutControllerConfig` builds the one door to several engines. Importing this package imports no torch.
+builds vLLM in a process of its own; `RolloutControllerConfig` builds the one door to several engines. Importing this
+package imports no torch.
 
 torch_engine/  the embedded engine
 vllm.py        vLLM; vllm_environment.py is what it finds when it starts

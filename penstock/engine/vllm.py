@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,9 +37,11 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError, VLLMServerError
 from vllm.inputs import tokens_input
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from penstock.engine.config import VllmEngineConfig
@@ -49,6 +52,8 @@ from penstock.rollout import FinishReason, pack_ids, pack_logprobs, unpack_ids
 from penstock.weights.stored import DiskWeights, SharedMemoryWeights, StoredWeights
 
 BACKEND = "penstock"
+CORE_DIED = 70
+"""How this process ends when vLLM's own has ended."""
 INITIAL_VERSION = "default"
 """What vLLM calls the weights it started with: model step 0."""
 _END_RETRY_S = 0.05
@@ -95,6 +100,7 @@ class VllmEngine:
         self._max_running = max_running
         self._can_sleep = can_sleep
         self._vocab_size: int = llm.model_config.get_vocab_size()
+        self._stop_ids = [token for token in tokenizer.stop_ids if token < self._vocab_size]
         self._max_context: int = llm.model_config.max_model_len
         self._live: set[_Answer] = set()
         self._pause: PauseMode | None = None
@@ -147,7 +153,7 @@ class VllmEngine:
             max_tokens=params.max_tokens - given,
             min_tokens=max(0, params.min_tokens - given),
             stop=list(params.stop),
-            stop_token_ids=sorted({*params.stop_token_ids, *self._tokenizer.stop_ids}),
+            stop_token_ids=sorted({*params.stop_token_ids, *self._stop_ids}),
             # The ids that end an answer are the tokenizer's of the run, not what the model's files say.
             ignore_eos=True,
             seed=_seed(request.seed, request.first_uniform),
@@ -398,10 +404,14 @@ def _as_failures(name: str) -> Iterator[None]:
         yield
     except VLLMClientError as error:
         raise DataFailure(f"request {name}: vLLM refused it: {error}", reason="refused") from error
+    except EngineDeadError:
+        # Its last words are on standard error, which the owner of this process tells with how it ended.
+        sys.stderr.flush()
+        os._exit(CORE_DIED)
     except VLLMServerError as error:
         cause = error.__cause__ or error
         raise InfrastructureFailure(
-            f"{name}: vLLM failed: {type(cause).__name__}: {cause}", reason="engine_died"
+            f"{name}: vLLM failed: {type(cause).__name__}: {cause}", reason="engine_error"
         ) from error
 
 
@@ -469,8 +479,15 @@ class StoredWeightTransfer(WeightTransferEngine[NoInit, StoredUpdate]):
             initialize_layerwise_reload(self.model)
             self.model.load_weights(iter(given.items()))
             finalize_layerwise_reload(self.model, self.model_config)
+            self._pack_tied_head()
             self.intact = True
             self.checksum = received.checksum
+
+    def _pack_tied_head(self) -> None:
+        """A head that shares the embedding's weights received none of its own, and still multiplies by packed old ones."""
+        for module in self.model.modules() if self._optional else ():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
 
     def finish_weight_update(self) -> None:
         pass

@@ -14,6 +14,8 @@ from penstock.replay.story import open_read_only
 from penstock.testing.faults import DiskFailure, Faults
 from penstock.testing.ledger_history import check_ledger
 
+pytestmark = pytest.mark.crash_tier
+
 STEPS = 6
 SAYS = {
     DiskFailure.FULL: r"No space left|disk is full",

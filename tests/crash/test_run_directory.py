@@ -15,6 +15,8 @@ import pytest
 from penstock.replay.story import group_story, open_read_only
 from penstock.testing.ledger_history import check_ledger
 
+pytestmark = pytest.mark.crash_tier
+
 HOST = socket.gethostname()
 QUIET = {"completed", "aborted", "expired", "max_tries", "discarded"}
 """States in which a group waits, driver or not."""

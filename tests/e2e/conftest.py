@@ -16,9 +16,13 @@ from penstock.models import set_cache_directory
 
 @pytest.fixture(scope="session")
 def model_cache(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models")
-    set_cache_directory(directory)
-    yield directory
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(autouse=True)
+def _use_model_cache(model_cache):
+    set_cache_directory(model_cache)
+    yield
     set_cache_directory(None)
 
 

@@ -17,8 +17,6 @@ from transformers import AutoModelForCausalLM
 from penstock.cli import load_config
 from penstock.errors import StepRefused
 
-pytestmark = pytest.mark.usefixtures("model_cache")
-
 
 def test_tiny_learns_and_leaves_a_complete_run_directory(tiny_run, penstock, read_lines):
     steps = [line for line in read_lines(tiny_run / "metrics.jsonl") if "reward/mean" in line]

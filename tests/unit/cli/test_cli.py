@@ -205,7 +205,7 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_and_the_list(
 ) -> None:
     [line] = fails(["train", "quikstart"], 2, capsys)
     assert "there is no recipe 'quikstart'. Did you mean 'quickstart'?" in line
-    assert "gsm8k, gym, quickstart, quickstart-async, tiny, tiny-async" in line
+    assert ", ".join(recipe_names()) in line
     [line] = fails(["train", "missing.py"], 2, capsys)
     assert "missing.py does not exist" in line
 
@@ -261,14 +261,8 @@ def test_recipes_are_listed_with_their_first_line_shown_and_copied_once(
 ) -> None:
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in listed] == recipe_names() == [
-        "gsm8k",
-        "gym",
-        "quickstart",
-        "quickstart-async",
-        "tiny",
-        "tiny-async",
-    ]
+    assert [line.split()[0] for line in listed] == recipe_names()
+    assert {"gsm8k", "gym", "quickstart", "quickstart-async", "tiny", "tiny-async"} <= set(recipe_names())
     assert all(line.endswith(".") for line in listed)
     assert main(["recipes", "copy", "tiny"]) == 0
     capsys.readouterr()

@@ -1,0 +1,162 @@
+"""The trainer's weights in vLLM, and what happens to its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from engine_contract import LONG, PROMPTS, ask, has_made, ids_of
+
+from penstock.engine import RolloutControllerConfig
+from penstock.engine.process import ProcessEngine
+from penstock.errors import InfrastructureFailure
+from penstock.learn import TrainWorkerConfig
+from penstock.learn.worker import TorchTrainWorker
+from penstock.rollout import FinishReason
+from penstock.weights import DiskChannel, SharedMemoryChannel
+
+NUM_REQUESTS = 256
+DEADLINE = 240.0
+"""For a test that starts vLLM again on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def engine(start: Callable[..., ProcessEngine]) -> ProcessEngine:
+    return start(max_running=NUM_REQUESTS, kv_cache_gb=1.0)
+
+
+@pytest.fixture
+def worker(model_dir: Path) -> TorchTrainWorker:
+    """The trainer with weights that are not the engine's."""
+    worker = TrainWorkerConfig().build(model_dir, total_steps=1, deterministic=False, threads=1)
+    generator = torch.Generator().manual_seed(1)
+    for _, tensor in worker.tensors():
+        tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
+    return worker
+
+
+def likeliest(worker: TorchTrainWorker, prompt: list[int], answer: list[int]) -> list[int]:
+    """What the trainer would have answered at each place."""
+    with torch.inference_mode():
+        logits = worker.model(torch.tensor([[*prompt, *answer]])).logits[0]
+    return logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("way", ["shared memory", "disk"])
+def test_after_a_sync_greedy_answers_are_the_trainers_and_before_they_are_not(
+    way: str, run: Callable[..., Any], engine: ProcessEngine, worker: TorchTrainWorker, model_dir: Path, tmp_path: Path
+) -> None:
+    async def answers() -> list[list[int]]:
+        requests = [ask(f"{i}", prompt, temperature=0.0, max_tokens=20) for i, prompt in enumerate(PROMPTS)]
+        return [ids_of(completion) for completion in await asyncio.gather(*map(engine.generate, requests))]
+
+    async def check() -> None:
+        channel: Any = SharedMemoryChannel(engine) if way == "shared memory" else DiskChannel(engine, tmp_path)
+        untrained = TrainWorkerConfig().build(model_dir, total_steps=1, deterministic=False, threads=1)
+        await channel.publish(untrained, 0)
+        for prompt, answer in zip(PROMPTS, await answers(), strict=True):
+            assert answer != likeliest(worker, prompt, answer)
+            assert answer == likeliest(untrained, prompt, answer)
+        published = await channel.publish(worker, 3)
+        print(f"\nsync through {way}: {published.seconds:.3f} s, {published.num_bytes} bytes")
+        assert await engine.model_step() == 3
+        for prompt, answer in zip(PROMPTS, await answers(), strict=True):
+            assert answer == likeliest(worker, prompt, answer)
+        await channel.close()
+
+    run(check())
+
+
+def test_pause_with_256_requests_in_flight_hands_back_every_partial_token(
+    run: Callable[..., Any], engine: ProcessEngine
+) -> None:
+    async def check() -> None:
+        before = (await engine.stats()).generated_tokens
+        step = await engine.model_step()
+        requests = [ask(f"{i}", seed=i, max_tokens=LONG) for i in range(NUM_REQUESTS)]
+        tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+        await has_made(engine, before + 2 * NUM_REQUESTS)
+        started = time.perf_counter()
+        await engine.pause_generation("abort")
+        completions = await asyncio.gather(*tasks)
+        print(f"\npause with {NUM_REQUESTS} requests: {time.perf_counter() - started:.3f} s")
+        assert {completion.finish_reason for completion in completions} == {FinishReason.ABORT}
+        made = [len(ids_of(completion)) for completion in completions]
+        assert min(made) > 0
+        assert sum(made) == (await engine.stats()).generated_tokens - before
+        assert {completion.steps for completion in completions} == {((step, n),) for n in made}
+        await engine.continue_generation()
+        # Each goes on where it was.
+        for i in (0, NUM_REQUESTS - 1):
+            given = ids_of(completions[i])
+            rest = await engine.generate(ask(f"{i}", seed=i, given=given, max_tokens=len(given) + 3))
+            assert len(ids_of(rest)) == 3
+
+    run(check())
+
+
+def processes_of(engine: ProcessEngine) -> list[psutil.Process]:
+    assert engine.pid is not None
+    process = psutil.Process(engine.pid)
+    return [process, *process.children(recursive=True)]
+
+
+def test_killed_it_takes_its_processes_along_and_a_restart_begins_at_step_0(
+    run: Callable[..., Any], engine: ProcessEngine, worker: TorchTrainWorker
+) -> None:
+    async def check() -> None:
+        await engine.load_weights(worker, 4)
+        processes = processes_of(engine)
+        assert len(processes) > 1
+        serving = asyncio.create_task(engine.generate(ask("serving", max_tokens=LONG)))
+        await has_made(engine, (await engine.stats()).generated_tokens + 1)
+        processes[0].kill()
+        with pytest.raises(InfrastructureFailure, match="SIGKILL"):
+            await serving
+        _, alive = await asyncio.to_thread(psutil.wait_procs, processes[1:], timeout=10)
+        assert not alive
+        await engine.restart()
+        assert await engine.model_step() == 0
+        await engine.load_weights(worker, 4)
+        answer = ids_of(await engine.generate(ask("again", PROMPTS[2], temperature=0.0, max_tokens=20)))
+        assert answer == likeliest(worker, PROMPTS[2], answer)
+
+    run(asyncio.wait_for(check(), DEADLINE))
+
+
+def test_the_controller_restarts_it_with_the_current_weights_and_finishes_what_it_served(
+    run: Callable[..., Any], engine: ProcessEngine, worker: TorchTrainWorker
+) -> None:
+    """vLLM's own process is killed, the one that holds the model."""
+
+    async def check() -> None:
+        limits = RolloutControllerConfig(unavailable_timeout_s=DEADLINE, start_timeout_s=DEADLINE)
+        controller = limits.build({"vllm": engine})
+        channel = SharedMemoryChannel(controller)
+        await channel.publish(worker, 5)
+        expected = [ids_of(await controller.generate(ask("e", prompt, temperature=0.0))) for prompt in PROMPTS]
+        before = (await engine.stats()).generated_tokens
+        pending = [
+            asyncio.create_task(controller.generate(ask(f"{i}", prompt, temperature=0.0, max_tokens=LONG)))
+            for i, prompt in enumerate(PROMPTS)
+        ]
+        await has_made(engine, before + 10)
+        models = [process for process in processes_of(engine)[1:] if process.memory_info().rss > 200 << 20]
+        assert models, "no process of vLLM's holds the model"
+        for process in models:
+            os.kill(process.pid, signal.SIGKILL)
+        for answer, completion in zip(expected, await asyncio.gather(*pending), strict=True):
+            assert ids_of(completion)[: len(answer)] == answer
+            assert completion.steps == ((5, LONG),)
+        await channel.close()
+        await controller.close()
+
+    run(asyncio.wait_for(check(), DEADLINE))
