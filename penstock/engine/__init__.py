@@ -5,7 +5,7 @@ builds vLLM in a process of its own; `RolloutControllerConfig` builds the one do
 package imports no torch.
 
 torch_engine/  the embedded engine
-vllm.py        vLLM; vllm_environment.py is what it finds when it starts
+vllm.py        vLLM; vllm_answers.py is what a request becomes, vllm_environment.py what vLLM finds when it starts
 process.py     an engine in its own process; frames.py, remote.py and server.py are the wire between them
 controller.py  the one door; routing.py gives requests to engines, health.py knows their state, recovery.py brings
                them back

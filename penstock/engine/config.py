@@ -101,7 +101,8 @@ class VllmEngineConfig(EngineConfig):
 
     def problems(self) -> Iterator[str]:
         if self.python is None:
-            if importlib.util.find_spec("vllm") is None:
+            spec = importlib.util.find_spec("vllm")
+            if spec is None or spec.origin is None:  # a mere directory of that name has no origin
                 yield "python is None and vllm is not installed here; `make setup-vllm` installs it in .venv-vllm"
         elif self._interpreter() is None:
             yield f"vLLM is not installed: there is no {self.python}; `make setup-vllm` makes it"

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from safetensors import safe_open
 from vllm import SamplingParams
@@ -45,17 +42,16 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from penstock.engine.config import VllmEngineConfig
+from penstock.engine.vllm_answers import Answer, Stopwatch, StraddlingStop, check_request, seed_of, step_of
 from penstock.engine.vllm_environment import WITHOUT_AMX, die_with_parent
 from penstock.errors import DataFailure, InfrastructureFailure, RunError, WeightSyncError
 from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, PauseMode, Tokenizer, WeightSource
-from penstock.rollout import FinishReason, pack_ids, pack_logprobs, unpack_ids
+from penstock.rollout import FinishReason, unpack_ids
 from penstock.weights.stored import DiskWeights, SharedMemoryWeights, StoredWeights
 
 BACKEND = "penstock"
 CORE_DIED = 70
 """How this process ends when vLLM's own has ended."""
-INITIAL_VERSION = "default"
-"""What vLLM calls the weights it started with: model step 0."""
 _END_RETRY_S = 0.05
 _NOTHING = Completion(ids=b"", logprobs=b"", finish_reason=FinishReason.ABORT, steps=())
 
@@ -102,24 +98,24 @@ class VllmEngine:
         self._vocab_size: int = llm.model_config.get_vocab_size()
         self._stop_ids = [token for token in tokenizer.stop_ids if token < self._vocab_size]
         self._max_context: int = llm.model_config.max_model_len
-        self._live: set[_Answer] = set()
+        self._live: set[Answer] = set()
         self._pause: PauseMode | None = None
         self._control = asyncio.Lock()
         """Pause, continue and weight updates, one at a time."""
         self._damage = ""
         """Why the weights cannot be used any more: a load that failed half way."""
         self._generated_tokens = 0
-        self._busy = _Stopwatch()
+        self._busy = Stopwatch()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        self._check(request)
+        check_request(request, vocab_size=self._vocab_size, max_context=self._max_context)
         self._check_weights()
         given = unpack_ids(request.response_ids)
         if len(given) >= request.params.max_tokens:
             return Completion(ids=b"", logprobs=b"", finish_reason=FinishReason.LENGTH, steps=())
         if self._pause == "abort":
             return _NOTHING
-        answer = _Answer(request.request_id)
+        answer = Answer(request.request_id)
         self._live.add(answer)
         self._note_work()
         try:
@@ -131,16 +127,16 @@ class VllmEngine:
             answer.ended.set()
         return answer.completion()
 
-    async def _collect(self, answer: _Answer, request: GenerateRequest, given: list[int]) -> None:
+    async def _collect(self, answer: Answer, request: GenerateRequest, given: list[int]) -> None:
         prompt = tokens_input(unpack_ids(request.prompt_ids).tolist() + given)
-        straddling = _Straddling(self._tokenizer, request.params.stop, given)
+        stop = StraddlingStop(self._tokenizer, request.params.stop, given)
         outputs = self._llm.generate(prompt, self._params(request, len(given)), request.request_id)
         async for output in outputs:
             new = output.outputs[0]
             answer.take(new)
             self._generated_tokens += len(new.token_ids)
-            if straddling.found_in(answer.ids):
-                answer.finish_reason = "stop"
+            if answer.cut is None and (cut := stop.find(answer.ids)) is not None:
+                answer.cut = cut
                 await self._llm.abort(request.request_id)
 
     def _params(self, request: GenerateRequest, given: int) -> SamplingParams:
@@ -156,7 +152,7 @@ class VllmEngine:
             stop_token_ids=sorted({*params.stop_token_ids, *self._stop_ids}),
             # The ids that end an answer are the tokenizer's of the run, not what the model's files say.
             ignore_eos=True,
-            seed=_seed(request.seed, request.first_uniform),
+            seed=seed_of(request.seed, request.first_uniform),
             logprobs=0,
             detokenize=bool(params.stop),
             output_kind=RequestOutputKind.DELTA,
@@ -187,7 +183,7 @@ class VllmEngine:
         with _as_failures("abort"):
             await self._end([answer for answer in self._live if answer.request_id in ids])
 
-    async def _end(self, answers: Iterable[_Answer]) -> None:
+    async def _end(self, answers: Iterable[Answer]) -> None:
         """Returns when these have ended. Asks again: a request that vLLM is still taking in is not known to it yet."""
         left = list(answers)
         while left := [answer for answer in left if not answer.ended.is_set()]:
@@ -268,7 +264,7 @@ class VllmEngine:
 
     async def model_step(self) -> int:
         with _as_failures("model_step"):
-            return _step_of(await self._llm.get_weight_version())
+            return step_of(await self._llm.get_weight_version())
 
     async def check_health(self) -> None:
         """Asks vLLM's core, which answers between two steps."""
@@ -290,98 +286,12 @@ class VllmEngine:
     async def close(self) -> None:
         await asyncio.to_thread(self._llm.shutdown, 1.0)
 
-    def _check(self, request: GenerateRequest) -> None:
-        prompt, given = unpack_ids(request.prompt_ids), unpack_ids(request.response_ids)
-        name = f"request {request.request_id}"
-        if not len(prompt):
-            raise DataFailure(f"{name}: the prompt is empty; it needs at least one token", reason="empty prompt")
-        length = len(prompt) + max(request.params.max_tokens, len(given))
-        if length > self._max_context:
-            raise DataFailure(
-                f"{name}: {len(prompt)} prompt tokens and max_tokens {request.params.max_tokens} are {length}; "
-                f"the context is {self._max_context}. Lower max_tokens or drop long prompts.",
-                reason="context too long",
-            )
-        for ids in (prompt, given, np.asarray(request.params.stop_token_ids, dtype=np.int64)):
-            if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab_size):
-                raise DataFailure(
-                    f"{name}: ids go from {ids.min()} to {ids.max()}; the model knows 0 to {self._vocab_size - 1}",
-                    reason="token outside vocabulary",
-                )
-
     def _check_weights(self) -> None:
         if self._damage:
             raise InfrastructureFailure(f"{self._damage}; the engine must be restarted", reason="weights damaged")
 
     def _note_work(self) -> None:
         self._busy.run(bool(self._live) and self._pause is None)
-
-
-class _Answer:
-    """What vLLM sent of one answer so far."""
-
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self.ended = asyncio.Event()
-        self.ids: list[int] = []
-        self.finish_reason: str | None = None
-        self._logprobs: list[float] = []
-        self._steps: tuple[tuple[int, int], ...] = ()
-
-    def take(self, output: Any) -> None:
-        """A piece of the answer: a `CompletionOutput` of kind DELTA."""
-        self.ids += output.token_ids
-        for token, likeliest in zip(output.token_ids, output.logprobs or (), strict=True):
-            self._logprobs.append(likeliest[token].logprob)
-        self.finish_reason = self.finish_reason or output.finish_reason
-        if output.weight_versions:
-            self._steps = tuple((_step_of(run.version), run.end - run.start) for run in output.weight_versions)
-
-    def completion(self) -> Completion:
-        try:
-            finish_reason = FinishReason(self.finish_reason or "")
-        except ValueError:
-            raise InfrastructureFailure(
-                f"request {self.request_id}: vLLM ended it with {self.finish_reason!r}", reason="engine_error"
-            ) from None
-        return Completion(
-            ids=pack_ids(self.ids),
-            logprobs=pack_logprobs(self._logprobs),
-            finish_reason=finish_reason,
-            steps=self._steps,
-        )
-
-
-class _Straddling:
-    """A stop string that begins in what a continued answer already has. vLLM looks at the new text alone."""
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], given: list[int]) -> None:
-        self._tokenizer = tokenizer
-        self._stops = stops if given else ()
-        self._reach = max((len(stop) for stop in stops), default=0)
-        self._before = given[-self._reach :] if self._reach else []
-
-    def found_in(self, ids: list[int]) -> bool:
-        if not self._stops or not ids or len(ids) > self._reach:
-            return False
-        text = self._tokenizer.decode([*self._before, *ids])
-        return any(stop in text for stop in self._stops)
-
-
-class _Stopwatch:
-    def __init__(self) -> None:
-        self._total = 0.0
-        self._since: float | None = None
-
-    def run(self, running: bool) -> None:
-        if running and self._since is None:
-            self._since = time.perf_counter()
-        elif not running and self._since is not None:
-            self._total += time.perf_counter() - self._since
-            self._since = None
-
-    def seconds(self) -> float:
-        return self._total + (time.perf_counter() - self._since if self._since is not None else 0.0)
 
 
 class _Stats(StatLoggerBase):
@@ -413,16 +323,6 @@ def _as_failures(name: str) -> Iterator[None]:
         raise InfrastructureFailure(
             f"{name}: vLLM failed: {type(cause).__name__}: {cause}", reason="engine_error"
         ) from error
-
-
-def _step_of(version: str) -> int:
-    return 0 if version == INITIAL_VERSION else int(version)
-
-
-def _seed(seed: int, first_uniform: int) -> int:
-    """vLLM's seeds begin at the first token of a request: a continued answer must not replay the numbers it used."""
-    digest = hashlib.blake2b(f"{seed}:{first_uniform}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 # What follows runs in the processes that vLLM starts. They import this file to find the extension below, before a
@@ -484,7 +384,7 @@ class StoredWeightTransfer(WeightTransferEngine[NoInit, StoredUpdate]):
             self.checksum = received.checksum
 
     def _pack_tied_head(self) -> None:
-        """A head that shares the embedding's weights received none of its own, and still multiplies by packed old ones."""
+        """A head that shares the embedding's weights received none, and would multiply by the packed old ones."""
         for module in self.model.modules() if self._optional else ():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)

@@ -25,7 +25,7 @@ from penstock.rollout import FinishReason, SampleParams, pack_ids, unpack_ids
 
 CONFIG = """
     from penstock.agent_loop import SingleTurnAgentLoopConfig
-    from penstock.data import ReverseConfig, SamplerConfig
+    from penstock.data import ReverseWordConfig, SamplerConfig
     from penstock.engine import VllmEngineConfig
     from penstock.learn import TrainWorkerConfig
     from penstock.produce import AgentLoopManagerConfig, AsyncProduceStrategyConfig, TaskSpecConfig
@@ -37,7 +37,7 @@ CONFIG = """
 
     task = TaskSpecConfig(
         task_name="vowels",
-        sampler_config=SamplerConfig(dataset=ReverseConfig(), prompt_repeat_k=8),
+        sampler_config=SamplerConfig(dataset=ReverseWordConfig(), prompt_repeat_k=8),
         agent_loop_config=SingleTurnAgentLoopConfig(sample_params=SampleParams(max_tokens=10)),
         judger_config=vowels,
         produce_strategy_config=AsyncProduceStrategyConfig(enable_partial_rollout=True, max_staleness=1),

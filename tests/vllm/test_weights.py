@@ -139,7 +139,7 @@ def test_the_controller_restarts_it_with_the_current_weights_and_finishes_what_i
 
     async def check() -> None:
         limits = RolloutControllerConfig(unavailable_timeout_s=DEADLINE, start_timeout_s=DEADLINE)
-        controller = limits.build({"vllm": engine})
+        controller = limits.build({"vllm": engine}, model_step=await engine.model_step())
         channel = SharedMemoryChannel(controller)
         await channel.publish(worker, 5)
         expected = [ids_of(await controller.generate(ask("e", prompt, temperature=0.0))) for prompt in PROMPTS]

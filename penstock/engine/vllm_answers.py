@@ -1,0 +1,136 @@
+"""What one request to vLLM becomes: its check, its seed, its answer as it arrives. Nothing here imports vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import DataFailure, InfrastructureFailure
+from penstock.ports import Completion, GenerateRequest, Tokenizer
+from penstock.rollout import FinishReason, pack_ids, pack_logprobs, unpack_ids
+
+_FINISH = {str(reason): reason for reason in FinishReason}
+INITIAL_VERSION = "default"
+"""What vLLM calls the weights it started with: model step 0."""
+
+
+def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int) -> None:
+    """Raises DataFailure for what vLLM could not serve."""
+    prompt, given = unpack_ids(request.prompt_ids), unpack_ids(request.response_ids)
+    name = f"request {request.request_id}"
+    if not len(prompt):
+        raise DataFailure(f"{name}: the prompt is empty; it needs at least one token", reason="empty prompt")
+    length = len(prompt) + max(request.params.max_tokens, len(given))
+    if length > max_context:
+        raise DataFailure(
+            f"{name}: {len(prompt)} prompt tokens and max_tokens {request.params.max_tokens} are {length}; "
+            f"the context is {max_context}. Lower max_tokens or drop long prompts.",
+            reason="context too long",
+        )
+    for ids in (prompt, given, np.asarray(request.params.stop_token_ids, dtype=np.int64)):
+        if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+            raise DataFailure(
+                f"{name}: ids go from {ids.min()} to {ids.max()}; the model knows 0 to {vocab_size - 1}",
+                reason="token outside vocabulary",
+            )
+
+
+def seed_of(seed: int, first_uniform: int) -> int:
+    """vLLM's seeds begin at the first token of a request: a continued answer must not replay the numbers it used."""
+    digest = hashlib.blake2b(f"{seed}:{first_uniform}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def step_of(version: str) -> int:
+    return 0 if version == INITIAL_VERSION else int(version)
+
+
+class Answer:
+    """What vLLM sent of one answer so far."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.ended = asyncio.Event()
+        self.ids: list[int] = []
+        self.cut: int | None = None
+        """So many tokens are the answer: it was found to have ended before vLLM stopped."""
+        self._finish_reason: str | None = None
+        self._logprobs: list[float] = []
+        self._steps: tuple[tuple[int, int], ...] = ()
+
+    def take(self, output: Any) -> None:
+        """A piece of the answer: a `CompletionOutput` of kind DELTA."""
+        self.ids += output.token_ids
+        for token, likeliest in zip(output.token_ids, output.logprobs or (), strict=True):
+            self._logprobs.append(likeliest[token].logprob)
+        self._finish_reason = output.finish_reason
+        if output.weight_versions:
+            self._steps = tuple((step_of(run.version), run.end - run.start) for run in output.weight_versions)
+
+    def completion(self) -> Completion:
+        finish_reason = _FINISH.get(self._finish_reason or "") if self.cut is None else FinishReason.STOP
+        if finish_reason is None:
+            raise InfrastructureFailure(
+                f"request {self.request_id}: vLLM ended it with {self._finish_reason!r}", reason="engine_error"
+            )
+        return Completion(
+            ids=pack_ids(self.ids[: self.cut]),
+            logprobs=pack_logprobs(self._logprobs[: self.cut]),
+            finish_reason=finish_reason,
+            steps=_first(self.cut, self._steps),
+        )
+
+
+def _first(n: int | None, runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """The runs of the first n tokens."""
+    if n is None:
+        return runs
+    kept = []
+    for step, length in runs:
+        kept.append((step, min(length, n)))
+        n -= min(length, n)
+    return tuple(run for run in kept if run[1])
+
+
+class StraddlingStop:
+    """A stop string that begins in what a continued answer already has. vLLM looks at the new text alone."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], given: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = stops if given else ()
+        self._reach = max((len(stop) for stop in stops), default=0)
+        self._before = given[-self._reach :] if self._reach else []
+        self._seen = 0
+
+    def find(self, ids: list[int]) -> int | None:
+        """How many tokens of `ids` the answer has with the one that completes a stop string."""
+        if not self._stops:
+            return None
+        # Beyond the longest stop string nothing reaches back to what was given.
+        for end in range(self._seen + 1, min(len(ids), self._reach) + 1):
+            text = self._tokenizer.decode([*self._before, *ids[:end]])
+            if any(stop in text for stop in self._stops):
+                return end
+        self._seen = len(ids)
+        return None
+
+
+class Stopwatch:
+    def __init__(self) -> None:
+        self._total = 0.0
+        self._since: float | None = None
+
+    def run(self, running: bool) -> None:
+        if running and self._since is None:
+            self._since = time.perf_counter()
+        elif not running and self._since is not None:
+            self._total += time.perf_counter() - self._since
+            self._since = None
+
+    def seconds(self) -> float:
+        return self._total + (time.perf_counter() - self._since if self._since is not None else 0.0)
