@@ -27,6 +27,7 @@ STAGES = {
     "time/produce_s": ("produce", "cyan"),
     "time/prepare_s": ("prepare", "blue"),
     "time/train_s": ("train", "green"),
+    "time/checkpoint_s": ("checkpoint", "red"),
     "time/sync_s": ("sync", "magenta"),
     "time/eval_s": ("eval", "yellow"),
 }
