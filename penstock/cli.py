@@ -29,7 +29,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
-from penstock.errors import ConfigError, RefusedError, RunError
+from penstock.errors import ConfigError, PenstockError, RefusedError
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for problem in error.problems:
             print(f"penstock: {problem}", file=sys.stderr)
         return 2
-    except RunError as error:
+    except PenstockError as error:
         print(f"penstock: {error}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, CancelledError):

@@ -71,6 +71,9 @@ class AgentLoop:
         self._stages: dict[str, str] = {}
         self._requests: set[str] = set()
 
+    request_prefix = ""
+    """Before the ids of this loop's requests, where another loop shares the engine: evaluation beside training."""
+
     async def generate_sample(self, rollout: RolloutState) -> RolloutState:
         """Play one rollout: call `generate` and `call_tool` as often as needed. What users write."""
         raise TypeError(f"{type(self).__name__} must define generate_sample")
@@ -271,13 +274,13 @@ class AgentLoop:
         total = len(rollout.response)
         split = 4 * (total - begun)
         request = GenerateRequest(
-            request_id=rollout.rollout_id,
+            request_id=self.request_prefix + rollout.rollout_id,
             prompt_ids=rollout.prompt.ids + rollout.response.ids[:split],
             response_ids=rollout.response.ids[split:],
             params=params,
             seed=rollout_seed(self._run_seed, rollout),
             first_uniform=total,
-            group_id=rollout.group_id,
+            group_id=self.request_prefix + rollout.group_id,
         )
         self._stages[rollout.rollout_id] = "engine"
         self._requests.add(request.request_id)

@@ -209,25 +209,35 @@ class RolloutController:
         self._start()
         async with self._syncing:
             await self._until_active()
-            fleet = self._fleet
-            members = [member for member in fleet.members if member in fleet.active or member.awaits_weights]
-            fleet.begin_sync(members, model_step)
             try:
-                failures = await self._load_into(members, source, model_step)
-                if len(failures) == len(members):
-                    story = "; ".join(f"{member.name}: {failure}" for member, failure in failures.items())
-                    raise WeightSyncError(f"weights {model_step}: no engine confirmed them. {story}")
-                fleet.history.append(model_step)
-                fleet.kept = source if isinstance(source, KeptWeights) else None
-                for member, failure in failures.items():
-                    fleet.fence(member, failure)
-            except asyncio.CancelledError:
-                for member in members:
-                    fleet.fence(member, f"the sync of weights {model_step} was cancelled; it may have either")
-                raise
-            finally:
-                fleet.end_sync(members)
-            return LoadedWeights(model_step=model_step, checksum=_checksum(source))
+                return await self._sync_once(source, model_step)
+            except WeightSyncError:
+                if self._fleet.active:
+                    raise
+                # All of them died; whichever comes back is given these weights.
+                await self._until_active()
+                return await self._sync_once(source, model_step)
+
+    async def _sync_once(self, source: WeightSource, model_step: int) -> LoadedWeights:
+        fleet = self._fleet
+        members = [member for member in fleet.members if member in fleet.active or member.awaits_weights]
+        fleet.begin_sync(members, model_step)
+        try:
+            failures = await self._load_into(members, source, model_step)
+            if len(failures) == len(members):
+                story = "; ".join(f"{member.name}: {failure}" for member, failure in failures.items())
+                raise WeightSyncError(f"weights {model_step}: no engine confirmed them. {story}")
+            fleet.history.append(model_step)
+            fleet.kept = source if isinstance(source, KeptWeights) else None
+            for member, failure in failures.items():
+                fleet.fence(member, failure)
+        except asyncio.CancelledError:
+            for member in members:
+                fleet.fence(member, f"the sync of weights {model_step} was cancelled; it may have either")
+            raise
+        finally:
+            fleet.end_sync(members)
+        return LoadedWeights(model_step=model_step, checksum=_checksum(source))
 
     async def _load_into(self, members: list[Member], source: WeightSource, model_step: int) -> dict[Member, str]:
         """The members that did not confirm, and why."""

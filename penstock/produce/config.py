@@ -60,6 +60,8 @@ class World(msgspec.Struct, kw_only=True):
     on_progress: OnProgress | None = None
     pauses_engine: bool = True
     """False when another manager pauses the engine and this one only shares it."""
+    request_prefix: str = ""
+    """Tells this manager's requests from another's on the same engine."""
     placement: Placement | None = None
 
 
@@ -112,15 +114,17 @@ class AgentLoopManagerConfig(Config):
     def _runtime(self, task: TaskSpecConfig, world: World, dead_letters: DeadLetters) -> TaskRuntime:
         judger_config = task.judger
         judger = world.judgers.get(judger_config) if judger_config is not None else None
+        agent_loop = task.agent_loop_config.build(
+            engine=world.engine,
+            tokenizer=world.tokenizer,
+            judger=judger,
+            run_seed=world.run_seed,
+            placement=world.placement,
+        )
+        agent_loop.request_prefix = world.request_prefix
         return TaskRuntime(
             name=task.task_name,
-            agent_loop=task.agent_loop_config.build(
-                engine=world.engine,
-                tokenizer=world.tokenizer,
-                judger=judger,
-                run_seed=world.run_seed,
-                placement=world.placement,
-            ),
+            agent_loop=agent_loop,
             sampler=task.sampler_config.build(world.prompts[task.task_name], waiting=world.buffer),
             buffer=world.buffer,
             stale_rule=task.produce_strategy_config.stale_rule(world.sync_weights_interval),

@@ -43,18 +43,37 @@ class PendingTasks:
         task.add_done_callback(self._ended)
 
     async def store_finished(self, store: Store) -> int:
-        """Claim what finished and store it, one by one; returns how many. What a task raised passes."""
+        """Claim what finished and store it; returns how many. What a task raised passes, after the others are stored.
+
+        Stored together, because those that wait for the disk at the same time share one fsync.
+        """
         stored = 0
         while self._finished:
-            task = self._finished.popleft()
-            self._storing += 1
+            claimed = list(self._finished)
+            self._finished.clear()
+            self._storing += len(claimed)
+            waiting = dict.fromkeys(claimed)
             try:
-                await store(task.result())
+                outcomes = await asyncio.gather(
+                    *[self._store(task, waiting, store) for task in claimed], return_exceptions=True
+                )
             finally:
-                self._storing -= 1
-                self._notify()
-            stored += 1
+                # Cancelled before they were begun: whoever comes next claims them.
+                self._storing -= len(waiting)
+                self._finished.extend(waiting)
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+            stored += len(claimed)
         return stored
+
+    async def _store(self, task: asyncio.Task[Group], waiting: dict[asyncio.Task[Group], None], store: Store) -> None:
+        del waiting[task]
+        try:
+            await store(task.result())
+        finally:
+            self._storing -= 1
+            self._notify()
 
     async def drain(self, store: Store) -> None:
         """Store everything as it finishes, until nothing is pending. Waits without a deadline: callers bound it.

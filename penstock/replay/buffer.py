@@ -7,7 +7,7 @@ never wait; only `put` and `flush` do, for durability, and `wait_ready`, for gro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from penstock.errors import IllegalTransition, LedgerError, NotReady
 from penstock.replay.accounting import TokenAccount
@@ -246,12 +246,20 @@ class ReplayBuffer:
         """How much was recorded; a checkpoint keeps it for `restore`."""
         return self._storage.position
 
-    def restore(self, checkpoint_step: int, rules: Mapping[str, StaleRule], *, position: int | None = None) -> Restored:
+    def restore(
+        self,
+        checkpoint_step: int,
+        rules: Mapping[str, StaleRule],
+        *,
+        position: int | None = None,
+        accepted: Callable[[], object] = bool,
+    ) -> Restored:
         """Go on from what the storage kept, with the weights of `checkpoint_step`. Only on a buffer not yet used.
 
         What was running is ABORTED, what was leased or trained after the checkpoint is COMPLETED, the rest stays.
         Staleness by `rules` is applied at the next refresh. These are moves like any other, and each depends on its
-        own group alone: a crash among them changes nothing. Raises LedgerError when the ledger cannot be used.
+        own group alone: a crash among them changes nothing. `accepted` is called before the first of them. Raises
+        LedgerError, nothing changed, when the ledger cannot be used.
         """
         if self._entries or self._next_sequence:
             raise RuntimeError("a buffer is restored before anything is drawn")
@@ -259,6 +267,7 @@ class ReplayBuffer:
         unknown = sorted({held.content.task for held in snapshot.held} - set(rules))
         if unknown:
             raise LedgerError(f"the ledger holds groups of tasks {unknown}, this run has {sorted(rules)}; add them")
+        accepted()
         self._lifecycle.restore(snapshot.states, snapshot.discarded)
         self._next_sequence = snapshot.next_sequence
         self._train_step = checkpoint_step + 1

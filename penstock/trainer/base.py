@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import CheckpointError, RefusedError, RunError, StepRefused, StorageError
+from penstock.errors import CheckpointError, PenstockError, RefusedError, StepRefused, StorageError
 from penstock.learn.batch import TrainBatch, prepare_batch
 from penstock.produce import ProduceBatchResult
 from penstock.rollout import Group
@@ -95,6 +95,7 @@ class RLTrainer:
         self._stop_requested = False
         self._refused_in_a_row = 0
         self._last_metrics: dict[str, float] = {}
+        self._since = time.perf_counter()
         temperature = config.manager.task_list[0].agent_loop_config.sample_params.temperature
         rule = config.manager.task_list[0].produce_strategy_config.stale_rule(config.sync_weights_interval)
         self._temperature = temperature
@@ -109,7 +110,7 @@ class RLTrainer:
         raise TypeError(f"{type(self).__name__} must define _run_steps")
 
     async def _fit(self) -> Summary:
-        started = time.perf_counter()
+        self._since = time.perf_counter()
         with self._signals(), self._warnings():
             try:
                 self._open_run_dir()
@@ -117,26 +118,36 @@ class RLTrainer:
                 await self._begin()
                 await self._run_steps()
                 self.summary.interrupted = self._stop_requested and self.summary.steps < self.config.total_steps
-                if self.summary.steps % self.config.checkpoint_interval:
+                if self.summary.steps not in self.parts.checkpoints.steps():
                     await self._checkpoint(self.summary.steps, self._last_metrics)
-                if not self.summary.interrupted and self.summary.steps % self.config.eval_interval:
+                if not self.summary.interrupted and self.summary.eval_after_step != self.summary.steps:
                     await self._evaluate(self.summary.steps)
                 if self.summary.steps:
                     await self._export_hf()
-                self.summary.wall_seconds += time.perf_counter() - started
+                self._count_wall_time()
                 self._write("summary.json", self.summary)
                 self._display.finish(msgspec.to_builtins(self.summary))
                 return self.summary
-            except RunError as error:
+            except PenstockError as error:
                 self.summary.error = f"{type(error).__name__}: {error}"
-                self.summary.wall_seconds += time.perf_counter() - started
+                self._count_wall_time()
                 with contextlib.suppress(StorageError):
                     self._write("summary.json", self.summary)
                 raise
             finally:
-                for tracker in self._trackers:
-                    tracker.close()
-                await self.parts.close()
+                await self._close()
+
+    async def _close(self) -> None:
+        """Everything, whatever one of them raises; the ledger last, because it holds what counts."""
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(self.parts.close)
+            for tracker in self._trackers:
+                stack.callback(tracker.close)
+
+    def _count_wall_time(self) -> None:
+        now = time.perf_counter()
+        self.summary.wall_seconds += now - self._since
+        self._since = now
 
     # Beginning and going on.
 
@@ -154,10 +165,13 @@ class RLTrainer:
     async def _checkpoint(self, train_step: int, metrics: dict[str, float]) -> None:
         """Everything a restart needs beside the ledger. `metrics` are those of the step, which a restart logs again."""
         self._display.stage("checkpoint")
+        self._count_wall_time()
+        # The producer goes on recording: what the checkpoint names must be durable before it is.
+        position = self.parts.buffer.position
         await self.parts.buffer.flush()
         rng_tensors, rng = rng_state()
         state = {
-            "ledger_position": self.parts.buffer.position,
+            "ledger_position": position,
             "rng": rng,
             "summary": msgspec.to_builtins(self.summary),
             "metrics": metrics,
@@ -180,14 +194,20 @@ class RLTrainer:
         else:
             worker.load_tensors(checkpoint.tensors("model"))
             worker.load_state_dict(checkpoint.tensors("optimizer"))
-        # Before the ledger goes back: a later checkpoint must not be the newest of a lineage that was left.
-        self.parts.checkpoints.abandon_after(step)
         rules = {name: task.runtime.stale_rule for name, task in self.parts.manager.tasks.items()}
-        restored = self.parts.buffer.restore(step, rules, position=state["ledger_position"])
+        restored = self.parts.buffer.restore(
+            step,
+            rules,
+            position=state["ledger_position"],
+            # Before the ledger goes back: a later checkpoint must not be the newest of a lineage that was left.
+            accepted=lambda: self.parts.checkpoints.abandon_after(step),
+        )
         self.parts.manager.resume(step, restored)
         restore_rng(checkpoint.tensors("rng"), state["rng"])
         self.summary = msgspec.convert(state["summary"], Summary)
         self.summary.steps = step
+        self.summary.error = None
+        self._last_metrics = state["metrics"]
         if step:
             await self.parts.channel.publish(worker, step)
         for tracker in self._trackers:
@@ -263,7 +283,8 @@ class RLTrainer:
 
     async def _after_step(self, train_step: int) -> None:
         """Evaluate and export when it is time."""
-        if train_step % self.config.eval_interval == 0 and not self._stop_requested:
+        last = train_step == self.config.total_steps
+        if train_step % self.config.eval_interval == 0 and not self._stop_requested and not last:
             await self._evaluate_between_steps(train_step)
         if self.config.hf_interval is not None and train_step % self.config.hf_interval == 0:
             await self._export_hf(train_step)
@@ -342,7 +363,9 @@ class RLTrainer:
 
         def stop(name: str) -> None:
             if self._stop_requested:
+                self._display.note(f"{name}: stopping now; the run can be resumed.")
                 main.cancel()
+                return
             self._stop_requested = True
             self._display.note(f"{name}: finishing the step and writing a checkpoint. Once more to stop now.")
 

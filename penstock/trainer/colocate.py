@@ -11,10 +11,15 @@ from penstock.trainer.base import RLTrainer, StageTimes
 
 class RLColocateTrainer(RLTrainer):
     async def _run_steps(self) -> None:
-        train_step = self.summary.steps + 1
-        while train_step <= self.config.total_steps and not self._stop_requested:
-            if await self._step(train_step, StageTimes(self._display)):
-                train_step += 1
+        while self.summary.steps < self.config.total_steps and not self._may_stop():
+            train_step, times = self.summary.steps + 1, StageTimes(self._display)
+            while not await self._step(train_step, times):
+                pass  # refused; three in a row end the run
+
+    def _may_stop(self) -> bool:
+        """An exact run stops where engine and trainer have the same weights, as a resumed one begins."""
+        synced = self.summary.steps % self.config.sync_weights_interval == 0
+        return self._stop_requested and (synced or not self.config.deterministic)
 
     async def _step(self, train_step: int, times: StageTimes) -> bool:
         """One train step; False when it was refused and must be tried again."""

@@ -66,6 +66,12 @@ class RLTrainerConfig(Config):
                 f"train_batch_size is {self.train_batch_size} and train.updates_per_batch is "
                 f"{self.train.updates_per_batch}; the first must be a multiple of the second"
             )
+        if self.deterministic and self.checkpoint_interval % self.sync_weights_interval:
+            yield (
+                f"checkpoint_interval is {self.checkpoint_interval} and sync_weights_interval is "
+                f"{self.sync_weights_interval}; an exact (deterministic) run is resumed where weights are synced: the "
+                "first must be a multiple of the second"
+            )
         for task in tasks:
             if task.judger_config is None and task.agent_loop_config.loop is SingleTurnAgentLoop:
                 yield f"task {task.task_name!r} has no judger_config, and SingleTurnAgentLoop sets no reward itself"

@@ -15,6 +15,7 @@ import asyncio
 import time
 from pathlib import Path
 
+from penstock.errors import RunError
 from penstock.ports import Engine
 from penstock.produce import ProduceBatchStatus
 from penstock.trainer.base import RLTrainer, StageTimes
@@ -30,7 +31,7 @@ class RLDisaggregatedTrainer(RLTrainer):
     ) -> None:
         super().__init__(config, parts, run_dir, display, beginning)
         self._evaluating: asyncio.Task[None] | None = None
-        self._engine_clock = EngineClock()
+        self._engine_clock = EngineClock(getattr(config, "num_engines", 1))
 
     async def _run_steps(self) -> None:
         manager = self.parts.manager
@@ -38,13 +39,12 @@ class RLDisaggregatedTrainer(RLTrainer):
         try:
             await manager.continue_produce(self.summary.steps)
             await self._engine_clock.idle_share(self.parts.engine)
-            train_step = self.summary.steps + 1
-            while train_step <= self.config.total_steps and not self._stop_requested:
-                if await self._step(train_step, StageTimes(self._display)):
-                    train_step += 1
+            while self.summary.steps < self.config.total_steps and not self._stop_requested:
+                train_step, times = self.summary.steps + 1, StageTimes(self._display)
+                while not await self._step(train_step, times):
+                    pass  # after a sync, or refused; three in a row end the run
             await self._finish_evaluation()
-            await manager.shutdown()
-            await producer
+            await self._end_production(producer)
             if manager.model_step != self.summary.steps:
                 await self.parts.channel.publish(self.parts.worker, self.summary.steps)
         finally:
@@ -52,6 +52,14 @@ class RLDisaggregatedTrainer(RLTrainer):
                 if task is not None:
                     task.cancel()
             await asyncio.gather(*filter(None, (producer, self._evaluating)), return_exceptions=True)
+
+    async def _end_production(self, producer: asyncio.Task[None]) -> None:
+        """What fails now failed in groups that no step of this run needs; they wait in the ledger."""
+        try:
+            await self.parts.manager.shutdown()
+            await producer
+        except RunError as error:
+            self._display.note(f"the producer ended with {type(error).__name__}: {error}")
 
     async def _step(self, train_step: int, times: StageTimes) -> bool:
         """One train step; False when it must be tried again: after a sync, or because it was refused."""
@@ -64,7 +72,8 @@ class RLDisaggregatedTrainer(RLTrainer):
         metrics = await self._train(result, train_step, times)
         if metrics is None:
             return False
-        if expired or train_step % self.config.sync_weights_interval == 0:
+        last = train_step == self.config.total_steps
+        if not last and (expired or train_step % self.config.sync_weights_interval == 0):
             await self._sync(train_step, times)
         metrics["share/engine_idle"] = await self._engine_clock.idle_share(self.parts.engine)
         metrics["share/trainer_wait"] = times.seconds["produce"] / sum(times.seconds.values())
@@ -105,7 +114,8 @@ class RLDisaggregatedTrainer(RLTrainer):
 class EngineClock:
     """How much of the time an engine had nothing to do."""
 
-    def __init__(self) -> None:
+    def __init__(self, engines: int) -> None:
+        self._engines = engines
         self._looked_at = 0.0
         self._busy_seconds = 0.0
 
@@ -113,6 +123,7 @@ class EngineClock:
         """Since the last look."""
         now, busy = time.perf_counter(), (await engine.stats()).busy_seconds
         wall = now - self._looked_at
-        share = 1.0 - min(1.0, (busy - self._busy_seconds) / wall) if wall > 0 else 0.0
+        busy_share = (busy - self._busy_seconds) / (wall * self._engines) if wall > 0 else 1.0
+        share = 1.0 - min(1.0, max(0.0, busy_share))
         self._looked_at, self._busy_seconds = now, busy
         return share

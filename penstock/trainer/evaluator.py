@@ -111,6 +111,7 @@ class Evaluator:
             dead_letters=self._dead_letters,
             on_progress=self._on_progress,
             pauses_engine=not shares_engine,
+            request_prefix="eval/",
         )
         manager = config.build(world, _EveryPrompt)
         manager.needs_groups = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -42,10 +43,9 @@ class Parts(msgspec.Struct, kw_only=True):
     model_dir: Path
 
     async def close(self) -> None:
-        await self.engine.close()
-        await self.channel.close()
-        await self.judgers.close()
-        await self.buffer.close()
+        async with contextlib.AsyncExitStack() as stack:
+            for part in (self.buffer, self.judgers, self.channel, self.engine):
+                stack.push_async_callback(part.close)
 
 
 class _Opened:

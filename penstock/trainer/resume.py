@@ -46,12 +46,16 @@ def find_beginning(run_dir: Path, resume: str | None, config: dict[str, Any], st
         _check_writable(run_dir)
         return Beginning()
     if not begun:
-        if resume == AUTO:
+        if resume == AUTO and not store.steps():
             return Beginning()
+        if store.steps():
+            raise CheckpointError(f"{run_dir}: there are checkpoints of a run, but its ledger is gone")
         raise CheckpointError(f"{run_dir}: no run was begun there; without --resume, or with --resume auto, one is")
     if resume in (NEWEST, AUTO) and not store.steps():
         # Killed before checkpoint 0: nothing was drawn, which is checked when the ledger is opened.
         return Beginning(notes=["the earlier process was stopped before anything was drawn; the run begins now"])
+    if resume not in (NEWEST, AUTO) and Path(resume).resolve().parent != store.directory.resolve():
+        raise CheckpointError(f"{resume} is not a checkpoint of this run; those are in {store.directory}")
     checkpoint = store.newest() if resume in (NEWEST, AUTO) else store.open(Path(resume))
     refused = refused_differences(checkpoint.config, config)
     if refused:
