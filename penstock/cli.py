@@ -90,7 +90,7 @@ def ledger(options: argparse.Namespace) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    config = load_config(options.config, [f"model={json.dumps(options.model)}", *options.set])
+    config = load_config(options.config, [f"model={json.dumps(options.model)}", *options.set], part="evaluator")
     if getattr(config, "evaluator", None) is None:
         raise ConfigError(f"{options.config}: trainer.evaluator is None; there is nothing to evaluate")
     _use_model_cache()
@@ -145,8 +145,11 @@ def models(options: argparse.Namespace) -> None:
     print("A directory in Hugging Face format or a hub id (owner/name) works too.")
 
 
-def load_config(name: str, settings: Sequence[str] = ()) -> Config:
-    """The checked `trainer` of a recipe or file with `--set` values applied. Raises ConfigError with all problems."""
+def load_config(name: str, settings: Sequence[str] = (), *, part: str | None = None) -> Config:
+    """The checked `trainer` of a recipe or file with `--set` values applied. Raises ConfigError with all problems.
+
+    With `part` only that field is checked: evaluation does not need the training data.
+    """
     from penstock.config import Config, nearest
     from penstock.models import check_model
 
@@ -163,7 +166,8 @@ def load_config(name: str, settings: Sequence[str] = ()) -> Config:
         except ConfigError as error:
             problems += error.problems
     trainer: Any = config
-    for check in (trainer.check, lambda: check_model(trainer.model)):
+    checked = trainer if part is None else getattr(trainer, part, None) or trainer
+    for check in (checked.check, lambda: check_model(trainer.model)):
         try:
             check()
         except RefusedError as error:

@@ -93,7 +93,9 @@ class RLTrainerConfig(Config):
         """The evaluator alone, on `model` as it is."""
         from penstock.trainer.parts import evaluate_once
 
-        self.check()
+        for part in (self.engine, self.evaluator):
+            if part is not None:
+                part.check()
         return evaluate_once(self, display or make_display(terminal=False))
 
 
