@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,16 +20,16 @@ if TYPE_CHECKING:
 PROJECT = Path(__file__).parents[2]
 
 
-class EngineConfig(Config):
+class EngineConfig(Config, abc.ABC):
     """What a run asks of any engine's configuration."""
 
     process: bool = False
     """Run it in a process of its own: training and generation overlap, and its death is not the trainer's."""
 
+    @abc.abstractmethod
     def build(
         self, model_dir: str, tokenizer: Tokenizer, *, deterministic: bool = False, threads: int | None = None
-    ) -> Engine:
-        raise NotImplementedError
+    ) -> Engine: ...
 
 
 class EmbeddedEngineConfig(EngineConfig):

@@ -60,7 +60,7 @@ class AsyncProduceStrategy(PooledStrategy):
             return NORMAL
         if (stop := self._stop(ctx)) is not None:
             return stop
-        await self._pending.store_finished(ctx.put_generated_group)
+        await self._pending.store_finished(ctx.put_now, ctx.buffer.flush)
         # Fixed for this call; everything else is read live.
         tail_batch = 0 < self._tail_batch_trigger_size <= ctx.expired_count()
         budget = 0 if tail_batch else math.ceil(self._over_sample_threshold * ctx.task_batch_size)
@@ -79,7 +79,7 @@ class AsyncProduceStrategy(PooledStrategy):
                 )  # fmt: skip
                 return NORMAL
             await self._wait_for_change(ctx)
-            await self._pending.store_finished(ctx.put_generated_group)
+            await self._pending.store_finished(ctx.put_now, ctx.buffer.flush)
 
     def _stop(self, ctx: ProduceContext) -> ProduceBatchStatus | None:
         if ctx.should_abort():

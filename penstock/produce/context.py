@@ -37,6 +37,8 @@ class Attempt(msgspec.Struct):
     protected: bool
     """A pause waits for it: one of its rollouts was interrupted as often as allowed."""
     forgotten_tokens: int = 0
+    looked_at: bool = False
+    """The last playing came back and its versions were checked."""
     begun_with: dict[str, int] = {}
     """Tokens that rollouts already had when they were last given to the agent loop."""
 
@@ -160,9 +162,18 @@ class ProduceContext:
         return group
 
     async def put_generated_group(self, group: Group) -> bool:
-        """Store a played group, or discard it with a reason. True only if it is COMPLETED after the put."""
+        """Store a played group, or discard it with a reason. True only if it is COMPLETED after the put.
+
+        Returns when that is durable.
+        """
+        completed = await self.put_now(group)
+        await self.buffer.flush()
+        return completed
+
+    async def put_now(self, group: Group) -> bool:
+        """`put_generated_group` without the wait for the disk; for those who store several and flush once."""
         attempt = self._runtime.attempts.pop(group[0].group_id, None) or self._attempt_that_never_began(group)
-        for rollout in group:
+        for rollout in () if attempt.looked_at else group:
             if rollout.status is not Status.FAILED and _has_future_tokens(rollout, attempt):
                 # Cancelled before the attempt could look at it.
                 attempt.forgotten_tokens += self.buffer.forget_response(rollout, "retried")
@@ -191,6 +202,7 @@ class ProduceContext:
             stale_threshold=rule.stale_threshold,
             token_stale_threshold=rule.token_stale_threshold,
             discard_expired=rule.discard_expired,
+            durable=False,
         )
         if status is Status.COMPLETED:
             self._runtime.group_seconds.append(group[0].group_generate_time_s)
@@ -209,6 +221,7 @@ class ProduceContext:
                 rollout.status = Status.INIT
                 if rollout.turns and not attempt.enable_partial_rollout and rollout.finish_reason is None:
                     attempt.forgotten_tokens += self.buffer.forget_response(rollout, "aborted")
+        attempt.looked_at = False
         attempt.begun_with = {r.rollout_id: len(r.response) for r in group if r.response.mask}
         message = ""
         try:
@@ -226,6 +239,7 @@ class ProduceContext:
             elif _has_future_tokens(rollout, attempt):
                 message = f"tokens are ascribed to weights newer than {attempt.model_step}: {rollout.response.steps}"
                 rollout.fail(Failure("engine_nonsense", message, True))
+        attempt.looked_at = True
         return group
 
     async def _prepare_retry(self, failed: list[RolloutState], attempt: Attempt) -> bool:
@@ -290,7 +304,7 @@ class ProduceContext:
                     rollout.status = Status.MAX_TRIES
 
     async def _discard(self, group: Group, reason: DiscardReason) -> None:
-        await self.buffer.discard(group, self.task_name, reason, train_step=self.consumer_step)
+        await self.buffer.discard(group, self.task_name, reason, train_step=self.consumer_step, durable=False)
 
     def _attempt_that_never_began(self, group: Group) -> Attempt:
         """For a group whose task was cancelled before its first step."""

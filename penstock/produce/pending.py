@@ -18,6 +18,11 @@ CANCEL_TIMEOUT_S = 10.0
 """How long a cancelled task may take to end; one that ignores its cancellation is left behind."""
 
 Store = Callable[[Group], Awaitable[object]]
+Flush = Callable[[], Awaitable[object]]
+
+
+async def _nothing() -> None:
+    """For a store that waits for durability itself."""
 
 
 class PendingTasks:
@@ -42,40 +47,28 @@ class PendingTasks:
         self._running[task] = group
         task.add_done_callback(self._ended)
 
-    async def store_finished(self, store: Store) -> int:
-        """Claim what finished and store it; returns how many. What a task raised passes, after the others are stored.
+    async def store_finished(self, store: Store, flush: Flush = _nothing) -> int:
+        """Claim what finished and store it; returns how many. What a task raised passes.
 
-        Stored together, because those that wait for the disk at the same time share one fsync.
+        What was stored is flushed together: it shares one fsync, and counts as pending until it is durable.
         """
         stored = 0
         while self._finished:
-            claimed = list(self._finished)
-            self._finished.clear()
-            self._storing += len(claimed)
-            waiting = dict.fromkeys(claimed)
+            begun = 0
             try:
-                outcomes = await asyncio.gather(
-                    *[self._store(task, waiting, store) for task in claimed], return_exceptions=True
-                )
+                while self._finished:
+                    task = self._finished.popleft()
+                    self._storing += 1
+                    begun += 1
+                    await store(task.result())
+                await flush()
             finally:
-                # Cancelled before they were begun: whoever comes next claims them.
-                self._storing -= len(waiting)
-                self._finished.extend(waiting)
-            for outcome in outcomes:
-                if isinstance(outcome, BaseException):
-                    raise outcome
-            stored += len(claimed)
+                self._storing -= begun
+                self._notify()
+            stored += begun
         return stored
 
-    async def _store(self, task: asyncio.Task[Group], waiting: dict[asyncio.Task[Group], None], store: Store) -> None:
-        del waiting[task]
-        try:
-            await store(task.result())
-        finally:
-            self._storing -= 1
-            self._notify()
-
-    async def drain(self, store: Store) -> None:
+    async def drain(self, store: Store, flush: Flush = _nothing) -> None:
         """Store everything as it finishes, until nothing is pending. Waits without a deadline: callers bound it.
 
         What storing raises is raised at the end, so that nothing is left running.
@@ -83,7 +76,7 @@ class PendingTasks:
         failure: Exception | None = None
         while len(self):
             try:
-                stored = await self.store_finished(store)
+                stored = await self.store_finished(store, flush)
             except Exception as error:
                 failure = failure or error
                 continue

@@ -112,7 +112,7 @@ class PooledStrategy(ProduceStrategy):
         started = loop.time()
         try:
             async with asyncio.timeout(self._pause_timeout_s):
-                await self._pending.drain(ctx.put_generated_group)
+                await self._pending.drain(ctx.put_now, ctx.buffer.flush)
         except TimeoutError:
             await self._pending.cancel(ctx.put_generated_group)
         except asyncio.CancelledError:

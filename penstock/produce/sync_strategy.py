@@ -33,7 +33,7 @@ class SyncProduceStrategy(PooledStrategy):
     async def produce_batch(self, ctx: ProduceContext) -> ProduceBatchStatus:
         started = 0
         while True:
-            await self._pending.store_finished(ctx.put_generated_group)
+            await self._pending.store_finished(ctx.put_now, ctx.buffer.flush)
             if ctx.should_abort():
                 return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
             completed = ctx.buffer.count(ctx.task_name, Status.COMPLETED)

@@ -99,10 +99,12 @@ class ReplayBuffer:
         stale_threshold: int,
         token_stale_threshold: int | None = None,
         discard_expired: bool = False,
+        durable: bool = True,
     ) -> Status:
         """Store a played group under its status and return the status it has after staleness was applied.
 
-        `model_step` is that of the attempt's start and fills missing token versions. Returns when it is durable.
+        `model_step` is that of the attempt's start and fills missing token versions. Returns when it is durable;
+        without `durable` at once, for a caller that flushes.
         """
         entry = self._running(group, task)
         for rollout in group:
@@ -117,17 +119,21 @@ class ReplayBuffer:
         self._move(entry, first, train_step=current_train_step, content=True)
         status = self._shelve(entry, current_train_step)
         self.changed.notify()
-        await self._storage.flush()
+        if durable:
+            await self._storage.flush()
         return status
 
-    async def discard(self, group: Group, task: str, reason: DiscardReason, *, train_step: int = 0) -> None:
+    async def discard(
+        self, group: Group, task: str, reason: DiscardReason, *, train_step: int = 0, durable: bool = True
+    ) -> None:
         """End a running group for a reason; nothing of it is held any more."""
         entry = self._running(group, task)
         entry.group = group
         self._count_tokens(entry)
         self._discard(entry, reason, train_step, detail=_failures(group))
         self.changed.notify()
-        await self._storage.flush()
+        if durable:
+            await self._storage.flush()
 
     def forget_response(self, rollout: RolloutState, why: str) -> int:
         """Drop a running rollout's answer to make it again; its tokens count as wasted. Returns how many."""

@@ -67,10 +67,12 @@ class StaleRule(msgspec.Struct, frozen=True, gc=False):
 
     def mark_expired(self, group: Group, train_step: int) -> int:
         """Set the rollouts that are too stale to EXPIRED; returns the step at which the next one will be."""
-        upcoming = NEVER
+        upcoming = expires_at = NEVER
+        seen: tuple[tuple[int, int], ...] | None = None
         for rollout in group:
             if rollout.status is Status.COMPLETED or rollout.status is Status.ABORTED:
-                expires_at = self.expires_at(rollout)
+                if rollout.response.steps != seen:  # siblings are mostly made by the same weights
+                    seen, expires_at = rollout.response.steps, self.expires_at(rollout)
                 if expires_at <= train_step:
                     rollout.status = Status.EXPIRED
                 elif expires_at < upcoming:
@@ -85,4 +87,5 @@ def rollout_staleness(rollout: RolloutState, train_step: int) -> int:
 
 
 def group_staleness(group: Group, train_step: int) -> int:
-    return max([rollout_staleness(rollout, train_step) for rollout in group], default=0)
+    made = {rollout.response.steps for rollout in group if rollout.response.steps}
+    return max([calculate_seq_staleness(min(steps)[0], train_step) for steps in made], default=0)

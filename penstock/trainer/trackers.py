@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import importlib.util
 import math
 import time
@@ -27,11 +28,11 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-class TrackerConfig(Config):
+class TrackerConfig(Config, abc.ABC):
     """Base of tracker configurations; subclass it for a tracker of your own."""
 
-    def build(self, run_dir: Path, *, run_name: str) -> Tracker:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def build(self, run_dir: Path, *, run_name: str) -> Tracker: ...
 
 
 class JsonlTrackerConfig(TrackerConfig):
