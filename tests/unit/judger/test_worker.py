@@ -31,7 +31,7 @@ def test_a_reply_is_a_finite_score_that_was_returned_or_a_reason(value):
     assert isinstance(score, int | float)
     assert reply["score"] == float(score)
     assert math.isfinite(reply["score"])
-    assert all(math.isfinite(part) and value[name] == part for name, part in reply["parts"].items())
+    assert all(math.isfinite(part) and float(value[name]) == part for name, part in reply["parts"].items())
 
 
 @steady
