@@ -7,7 +7,7 @@ import signal
 import sys
 
 WITHOUT_AMX = "PENSTOCK_WITHOUT_AMX"
-"""Set where the CPU announces AMX and does not run it, for the processes that vLLM starts."""
+"""Set where the CPU has AMX and does not describe it, for the processes that vLLM starts."""
 
 _ALWAYS = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -28,26 +28,17 @@ def prepare_environment(*, dtype: str, threads: int | None) -> None:
     """Before vLLM is imported, in the process that will start it."""
     import torch
 
+    from penstock.models.bfloat16 import amx_is_hidden
+
     os.environ.update(_ALWAYS)
     if torch.cuda.is_available():
         return
     os.environ.update(_ON_CPU)
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
-    if dtype == "bfloat16" and not _amx_works():
+    if dtype == "bfloat16" and amx_is_hidden():
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
         os.environ[WITHOUT_AMX] = "1"
-
-
-def _amx_works() -> bool:
-    from penstock.engine.torch_engine.cpu import check_bfloat16
-    from penstock.errors import ModelError
-
-    try:
-        check_bfloat16()
-    except ModelError:
-        return False
-    return True
 
 
 def die_with_parent() -> None:

@@ -22,12 +22,17 @@ _TILE_LEAF = 0x1D
 _Gemm = Callable[..., None]
 
 
-def keep_onednn_alive(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
-    """Turn AMX off in oneDNN where it would die of it. Before the first bfloat16 operation of this process."""
+def amx_is_hidden(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this machine has AMX without its description: other libraries than MKL must not use it then."""
     fields = [line.partition(":") for line in _text(cpuinfo).splitlines()]
     described = {name.strip(): value.strip() for name, _, value in reversed(fields)}
     tiles = "amx_tile" in described.get("flags", "").split()
-    if tiles and int(described.get("cpuid level", _TILE_LEAF)) < _TILE_LEAF:
+    return tiles and int(described.get("cpuid level", _TILE_LEAF)) < _TILE_LEAF
+
+
+def keep_onednn_alive() -> None:
+    """Turn AMX off in oneDNN where it would die of it. Before the first bfloat16 operation of this process."""
+    if amx_is_hidden():
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
@@ -49,7 +54,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = Fals
             return result.float()
         return out.add_(result) if add else out.copy_(result)
     if out is None:
-        out = torch.empty(m, n, dtype=torch.float32)
+        out, add = torch.empty(m, n, dtype=torch.float32), False
     _check(a, b, out)
     if out.numel() == 0:
         return out

@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
-from penstock.engine.torch_engine.cpu import check_bfloat16
 from penstock.engine.torch_engine.engine import EmbeddedEngine
 from penstock.engine.torch_engine.forward import FusedModel, can_fuse
 from penstock.engine.torch_engine.generic import GenericModel
 from penstock.engine.torch_engine.model import LanguageModel
 from penstock.engine.torch_engine.scheduler import Finish, Scheduler
 from penstock.errors import ModelError
+from penstock.models.bfloat16 import keep_onednn_alive
+from penstock.models.threads import release_threads
 from penstock.ports import Tokenizer
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ def build_engine(
     config: EmbeddedEngineConfig, model_dir: str, tokenizer: Tokenizer, *, deterministic: bool, threads: int | None
 ) -> EmbeddedEngine:
     model, limit = load_model(config, model_dir, deterministic=deterministic)
+    release_threads()
     max_context = limit if config.max_context is None else config.max_context
     if max_context > limit:
         raise ModelError(f"max_context is {max_context}; the model in {model_dir} has {limit}")
@@ -51,7 +54,8 @@ def load_model(config: EmbeddedEngineConfig, model_dir: str, *, deterministic: b
     """The model in the engine's layout, and how many tokens it can hold."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     if dtype == torch.bfloat16 and device.type == "cpu":
-        check_bfloat16()
+        keep_onednn_alive()
+    logging.disable_progress_bar()  # It would be drawn across the run's own display.
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False

@@ -20,6 +20,7 @@ import torch
 from penstock.engine.torch_engine.row import Row
 from penstock.engine.torch_engine.scheduler import Outcome, Scheduler
 from penstock.errors import DataFailure, InfrastructureFailure, RunError
+from penstock.models.threads import release_threads
 from penstock.ports import Completion, EngineStats, GenerateRequest, PauseMode, Tokenizer, WeightSource
 from penstock.rollout import FinishReason, unpack_ids
 
@@ -247,10 +248,16 @@ class EmbeddedEngine:
     def _working(self) -> bool:
         return self._pause is None and self._scheduler.has_work
 
+    @property
+    def _something_to_do(self) -> bool:
+        return bool(self._commands) or self._closing or self._working
+
     def _next_commands(self) -> bool:
         """Wait until there is something to do and run what was asked; False when closing."""
         with self._changed:
-            while not (self._commands or self._closing or self._working):
+            if not self._something_to_do:
+                release_threads()
+            while not self._something_to_do:
                 self._changed.wait()
             if self._closing:
                 return False

@@ -1,8 +1,7 @@
 """Fused forward of the Llama and Qwen families: one matrix for q, k and v, one for gate and up, the cache in place.
 
-Linear weights are kept transposed (in x out): at a few dozen rows a plain matrix product of that layout is a third
-faster on a CPU than the (out x in) one of `nn.Linear`. Every call takes a flat list of tokens; who they belong to
-matters to attention alone.
+Matrices lie as Hugging Face has them (out x in), those that share an input below each other: new weights are copied
+without being turned. Every call takes a flat list of tokens; who they belong to matters to attention alone.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from torch import Tensor
 
 from penstock.engine.torch_engine.attention import attend, attend_in_blocks, attend_prompt, decode_mask
 from penstock.engine.torch_engine.cache import LayerShape, Prefix, SlotCache, round_up
+from penstock.engine.torch_engine.products import Products, choose_products
+from penstock.engine.torch_engine.scratch import Scratch
 from penstock.engine.torch_engine.weights import load_into
 from penstock.ports import WeightSource
 
@@ -66,9 +67,11 @@ class FusedModel:
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self._products: Products = choose_products(dtype, device, deterministic=deterministic)
         self.dtype, self.device = dtype, device
         self.cache_layers = [LayerShape(self.kv_heads, self.head_dim, self.head_dim)] * config.num_hidden_layers
         self._deterministic = deterministic
+        self._logits = Scratch(device)
         self._eps: float = config.rms_norm_eps
         self._rotary = model.model.rotary_emb.to(device)
         self._rope = self._rope_table(0)
@@ -112,7 +115,8 @@ class FusedModel:
             prefix.done += count
 
     def decode(self, ids: Tensor, positions: Tensor, cache: SlotCache, length: int) -> Tensor:
-        """One token for each of the first n slots, at its position; logits in float32. Reads `length` of the cache."""
+        """One token for each of the first n slots, at its position; logits in float32, valid until the next call.
+        Reads `length` of the cache."""
         n = len(ids)
         rows = torch.arange(n, device=self.device)
         attention = attend_in_blocks if self._deterministic else attend
@@ -126,31 +130,33 @@ class FusedModel:
             return attention(folded, keys[:n, :, :length], values[:n, :, :length], mask)
 
         hidden = self._run(ids, positions, attend_slots)
-        return F.linear(F.rms_norm(hidden, self._norm.shape, self._norm, self._eps), self._head).float()
+        logits = self._logits.take(n, len(self._head))
+        return self._products.head(self._normed(hidden, self._norm), self._head, logits)
 
     def _run(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         cos, sin = self._rope_at(positions)
         tokens, heads, both = len(ids), self.heads, self.heads + self.kv_heads
         half = self.head_dim // 2
-        hidden = self._embedding[ids]
+        products = self._products
+        hidden = self._embedding[ids].to(products.dtype)
         for index, layer in enumerate(self._layers):
-            x = F.rms_norm(hidden, layer.input_norm.shape, layer.input_norm, self._eps)
-            qkv = _product(x, layer.qkv, layer.qkv_bias).view(tokens, -1, self.head_dim)
+            x = self._normed(hidden, layer.input_norm)
+            qkv = products.apply(x, layer.qkv, layer.qkv_bias).view(tokens, -1, self.head_dim)
             qk = qkv[:, :both]
             if layer.qk_norm is not None:
                 qk = F.rms_norm(qk, (self.head_dim,), None, self._eps) * layer.qk_norm[self._norm_of_head]
             # sin carries the sign of rotate_half, so the rotation is a roll.
-            qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin)
-            attended = attend(index, qk[:, :heads], qk[:, heads:], qkv[:, both:]).reshape(tokens, -1)
-            hidden = torch.addmm(hidden, attended, layer.out)
-            if layer.out_bias is not None:
-                hidden += layer.out_bias
-            x = F.rms_norm(hidden, layer.mlp_norm.shape, layer.mlp_norm, self._eps)
-            gate, up = _product(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            hidden = torch.addmm(hidden, F.silu(gate).mul_(up), layer.down)
-            if layer.down_bias is not None:
-                hidden += layer.down_bias
+            qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin).to(self.dtype)
+            value = qkv[:, both:].to(self.dtype)
+            attended = attend(index, qk[:, :heads], qk[:, heads:], value).reshape(tokens, -1)
+            products.add(hidden, attended, layer.out, layer.out_bias)
+            x = self._normed(hidden, layer.mlp_norm)
+            gate, up = products.apply(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            products.add(hidden, F.silu(gate).mul_(up), layer.down, layer.down_bias)
         return hidden
+
+    def _normed(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(hidden, weight.shape, weight, self._eps)
 
     def _rope_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         last = int(positions.max())
@@ -162,13 +168,15 @@ class FusedModel:
     def _rope_table(self, length: int) -> tuple[Tensor, Tensor]:
         """cos and signed sin for each position: length x 1 x d."""
         places = torch.arange(length, device=self.device)[None]
-        cos, sin = self._rotary(torch.empty(0, dtype=self.dtype, device=self.device), places)
+        cos, sin = self._rotary(torch.empty(0, dtype=self._products.dtype, device=self.device), places)
         cos, sin = cos[0, :, None], sin[0, :, None].clone()
         sin[..., : self.head_dim // 2] *= -1
         return cos, sin
 
     def _own(self, name: str, state: dict[str, Tensor]) -> Tensor:
-        own = state[name].detach().to(self.device, self.dtype, copy=True)
+        """A matrix in the dtype of matrices, anything smaller in that of the hidden states it is multiplied with."""
+        dtype = self.dtype if state[name].dim() == 2 else self._products.dtype
+        own = state[name].detach().to(self.device, dtype, copy=True)
         self._places[name] = own
         return own
 
@@ -194,19 +202,19 @@ class FusedModel:
         )
 
     def _join(self, names: list[str], state: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The named linear layers side by side, transposed; each one's place is a view of its part.
+        """The named linear layers below each other; each one's place is a view of its part.
 
         One part alone may lack a bias (Qwen2 has none on the output projection), a part of several may not.
         """
         weights = [state[name + ".weight"] for name in names]
         sizes = [len(weight) for weight in weights]
-        joined = torch.empty(weights[0].shape[1], sum(sizes), dtype=self.dtype, device=self.device)
-        for name, weight, part in zip(names, weights, joined.split(sizes, dim=1), strict=True):
-            self._places[name + ".weight"] = part.t()
-            part.t().copy_(weight.detach())
+        joined = torch.empty(sum(sizes), weights[0].shape[1], dtype=self.dtype, device=self.device)
+        for name, weight, part in zip(names, weights, joined.split(sizes), strict=True):
+            self._places[name + ".weight"] = part
+            part.copy_(weight.detach())
         if names[0] + ".bias" not in state:
             return joined, None
-        bias = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
+        bias = torch.empty(sum(sizes), dtype=self._products.dtype, device=self.device)
         for name, piece in zip(names, bias.split(sizes), strict=True):
             self._places[name + ".bias"] = piece
             piece.copy_(state[name + ".bias"].detach())
@@ -215,12 +223,8 @@ class FusedModel:
     def _own_qk_norm(self, attention: str, state: dict[str, Tensor]) -> Tensor | None:
         if attention + "q_norm.weight" not in state:
             return None
-        norms = torch.empty(2, self.head_dim, dtype=self.dtype, device=self.device)
+        norms = torch.empty(2, self.head_dim, dtype=self._products.dtype, device=self.device)
         for name, norm in (("q_norm.weight", norms[0]), ("k_norm.weight", norms[1])):
             self._places[attention + name] = norm
             norm.copy_(state[attention + name].detach())
         return norms
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)

@@ -14,8 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.engine.torch_engine.scratch import Scratch
+
 BLOCK = 128
 _MASK = (1 << 64) - 1
+_FAINT = 1e-10
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -49,7 +52,9 @@ class Sampling:
     """Rows that cut the distribution: (top_p, top_k, min_p)."""
 
 
-def sample(logits: Tensor, how: Sampling) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+def sample(
+    logits: Tensor, how: Sampling, scratch: Scratch | None = None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """A token per row and its logprob under softmax(logits / temperature), whatever was cut or forbidden.
 
     A row whose logits are not all finite has logprob NaN; its token means nothing.
@@ -60,18 +65,12 @@ def sample(logits: Tensor, how: Sampling) -> tuple[npt.NDArray[np.int64], npt.ND
     scale = np.where(how.temperature == 0, np.float32(1), how.temperature)
     if (scale != 1).any():
         logits /= torch.from_numpy(scale).to(logits.device)[:, None]
-    weights, top = _exponentials(logits)
+    weights, top = _exponentials(logits, scratch)
     sums = _block_sums(weights)
     log_total = sums.sum(-1, dtype=torch.float64).log() + top.double()
 
-    original = logits
     if how.forbidden:
-        original = logits.clone()
-        for row, banned in how.forbidden.items():
-            logits[row, [token for token in banned if token < logits.shape[1]]] = -torch.inf
-        changed = list(how.forbidden)
-        weights[changed], _ = _exponentials(logits[changed])
-        sums[changed] = _block_sums(weights[changed])
+        _forbid(logits, weights, sums, how.forbidden)
     if how.truncated:
         changed = list(how.truncated)
         weights[changed] = _cut(weights[changed], list(how.truncated.values()))
@@ -81,8 +80,10 @@ def sample(logits: Tensor, how: Sampling) -> tuple[npt.NDArray[np.int64], npt.ND
     if len(greedy):
         chosen = torch.from_numpy(greedy).to(logits.device)
         ids[chosen] = logits[chosen].argmax(-1)
+        for row in how.forbidden.keys() & set(greedy.tolist()):
+            ids[row] = _without(logits[row], how.forbidden[row]).argmax()
     ids.clamp_(max=logits.shape[1] - 1)  # Only a row of NaN can point into the padding.
-    picked = original[torch.arange(rows, device=logits.device), ids].double()
+    picked = logits[torch.arange(rows, device=logits.device), ids].double()
     logprobs = (picked - log_total).float()
     return ids.cpu().numpy(), logprobs.cpu().numpy()
 
@@ -108,12 +109,34 @@ def invert_cdf(weights: Tensor, sums: Tensor, uniform: Tensor) -> Tensor:
     return block * BLOCK + offset
 
 
-def _exponentials(logits: Tensor) -> tuple[Tensor, Tensor]:
+def _forbid(logits: Tensor, weights: Tensor, sums: Tensor, forbidden: dict[int, list[int]]) -> None:
+    """Take the weight from forbidden tokens, and from the sums of their blocks."""
+    pairs = [(row, token) for row, banned in forbidden.items() for token in banned if token < logits.shape[1]]
+    if not pairs:
+        return
+    rows, tokens = torch.tensor(pairs, device=logits.device).unbind(1)
+    weights[rows, tokens] = 0
+    blocks = tokens // BLOCK
+    sums[rows, blocks] = weights.view(len(weights), -1, BLOCK)[rows, blocks].sum(-1)
+    changed = list(forbidden)
+    for row in (row for row, left in zip(changed, sums[changed].sum(-1).tolist(), strict=True) if left < _FAINT):
+        # Beside what was forbidden the rest vanished: its weights are made anew, relative to its own largest.
+        weights[row] = _exponentials(_without(logits[row], forbidden[row])[None])[0]
+        sums[row] = _block_sums(weights[row, None])
+
+
+def _without(logits: Tensor, banned: list[int]) -> Tensor:
+    left = logits.clone()
+    left[[token for token in banned if token < len(left)]] = -torch.inf
+    return left
+
+
+def _exponentials(logits: Tensor, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
     """exp(logits - max) padded with zeros to whole blocks, and the max."""
     rows, vocabulary = logits.shape
     top = logits.amax(-1)
     padded = -(-vocabulary // BLOCK) * BLOCK
-    weights = torch.empty(rows, padded, dtype=torch.float32, device=logits.device)
+    weights = (scratch or Scratch(logits.device)).take(rows, padded)
     weights[:, vocabulary:] = 0
     torch.sub(logits, top[:, None], out=weights[:, :vocabulary])
     weights[:, :vocabulary].exp_()

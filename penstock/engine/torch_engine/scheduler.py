@@ -18,6 +18,7 @@ from penstock.engine.torch_engine.model import LanguageModel
 from penstock.engine.torch_engine.prefix import Prefixes
 from penstock.engine.torch_engine.row import Row
 from penstock.engine.torch_engine.sampling import sample
+from penstock.engine.torch_engine.scratch import Scratch
 from penstock.engine.torch_engine.slots import Slots, indices
 from penstock.errors import InfrastructureFailure
 from penstock.ports import Completion, WeightSource
@@ -57,6 +58,7 @@ class Scheduler:
         self.waiting: deque[Row] = deque()
         self._filling: list[Row] = []
         """Admitted, their prefix not computed yet."""
+        self._scratch = Scratch(model.device)
         self.model_step = 0
         self.generated_tokens = 0
 
@@ -161,7 +163,7 @@ class Scheduler:
         ids = torch.from_numpy(slots.last_token[:n]).to(device)
         positions = torch.from_numpy(slots.position[:n]).to(device)
         logits = self._model.decode(ids, positions, self.cache, length)
-        tokens, logprobs = sample(logits, slots.how_to_sample(n))
+        tokens, logprobs = sample(logits, slots.how_to_sample(n), self._scratch)
         slots.append(n, tokens, logprobs)
         self.generated_tokens += slots.count
         ends: dict[int, End] = dict(self._ended(n, tokens))

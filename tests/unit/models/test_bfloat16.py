@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.models.bfloat16 import keep_onednn_alive, product
+from penstock.models.bfloat16 import amx_is_hidden, has_fast_products, keep_onednn_alive, product
 
 SIZE = st.integers(min_value=0, max_value=40)
 
@@ -50,7 +50,7 @@ def test_what_lies_beside_the_result_is_not_touched() -> None:
     assert wide[:, :5].eq(8).all() and wide[:, 5:].eq(0).all()
 
 
-@pytest.mark.skipif("not __import__('penstock.models.bfloat16', fromlist=['x']).has_fast_products()")
+@pytest.mark.skipif(not has_fast_products(), reason="torch checks by itself")
 def test_a_result_of_another_shape_or_dtype_is_refused() -> None:
     a, b = torch.ones(4, 8).bfloat16(), torch.ones(8, 5).bfloat16()
     with pytest.raises(ValueError, match="into"):
@@ -66,16 +66,18 @@ def test_a_result_of_another_shape_or_dtype_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "level", "capped"), [("avx amx_tile", 28, True), ("avx amx_tile", 32, False), ("avx", 28, False)]
+    ("flags", "level", "hidden"), [("avx amx_tile", 28, True), ("avx amx_tile", 32, False), ("avx", 28, False)]
 )
-def test_onednn_loses_amx_only_where_its_description_is_hidden(
-    flags: str, level: int, capped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_amx_is_hidden_where_the_processor_has_it_and_does_not_describe_it(
+    flags: str, level: int, hidden: bool, tmp_path: Path
 ) -> None:
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor\t: 0\ncpuid level\t: {level}\nflags\t\t: {flags}\n")
-    keep_onednn_alive(cpuinfo)
-    assert (os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX512_CORE_BF16") == capped
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    keep_onednn_alive(tmp_path / "missing")
-    assert "ONEDNN_MAX_CPU_ISA" not in os.environ
+    assert amx_is_hidden(cpuinfo) == hidden
+    assert not amx_is_hidden(tmp_path / "missing")
+
+
+def test_what_the_user_said_of_onednn_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    keep_onednn_alive()
+    assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX2"

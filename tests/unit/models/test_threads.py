@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.models.threads import release_threads
+
+TASKS = Path("/proc/self/task")
+
+
+def compute_and_release(counts: list[int]) -> None:
+    torch.set_num_threads(2)
+    torch.ones(1 << 20).add_(1)
+    counts.append(len(list(TASKS.iterdir())))
+    release_threads()
+    counts.append(len(list(TASKS.iterdir())))
+    assert torch.ones(1 << 20).add_(1).sum() == 2 << 20
+
+
+@pytest.mark.skipif(not TASKS.is_dir(), reason="counts threads in /proc")
+def test_a_thread_that_rests_gives_its_helpers_back_and_can_compute_again() -> None:
+    threads, counts = torch.get_num_threads(), list[int]()
+    worker = threading.Thread(target=compute_and_release, args=(counts,))
+    worker.start()
+    worker.join()
+    torch.set_num_threads(threads)
+    computing, resting = counts
+    assert resting == computing - 1
