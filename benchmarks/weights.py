@@ -2,10 +2,7 @@
 
 weights.shared_memory_vs_memcpy  bytes/s of publish (copy, checksum at both ends, load, confirm), as a share of the
                                  bytes/s of a two-thread memcpy of as many bytes
-weights.extra_memory_mb          shared memory, and what both processes grew by at the most
-
-Both for the engine as it is by default, whose fused layout transposes every matrix, and with the suffix _own_layout
-for one that keeps the model's.
+weights.extra_memory_mb          shared memory (two copies, written in turn), and the most that both processes grew by
 
 python benchmarks/weights.py [--layers 30] [--rounds 7]
 """
@@ -112,8 +109,8 @@ class PeakMemory:
         return total
 
 
-async def measure(directory: Path, weights: Weights, rounds: int, threads: int, *, fused: bool) -> None:
-    config = EmbeddedEngineConfig(process=True, max_running=4, max_context=512, fused=fused)
+async def measure(directory: Path, weights: Weights, rounds: int, threads: int) -> None:
+    config = EmbeddedEngineConfig(process=True, max_running=4, max_context=512)
     engine = config.build(str(directory), load_tokenizer(directory), threads=threads)
     assert isinstance(engine, ProcessEngine)
     channel = SharedMemoryChannel(engine)
@@ -131,11 +128,10 @@ async def measure(directory: Path, weights: Weights, rounds: int, threads: int, 
     finally:
         await channel.close()
         await engine.close()
-    suffix = "" if fused else "_own_layout"
     speed, copy = statistics.median(speeds), statistics.median(copies)
     ratio = statistics.median(s / c for s, c in zip(speeds, copies, strict=True))
     report(
-        "weights.shared_memory_vs_memcpy" + suffix,
+        "weights.shared_memory_vs_memcpy",
         ratio,
         "ratio",
         bytes=weights.num_bytes,
@@ -146,11 +142,11 @@ async def measure(directory: Path, weights: Weights, rounds: int, threads: int, 
         ratios=[round(s / c, 3) for s, c in zip(speeds, copies, strict=True)],
     )
     report(
-        "weights.extra_memory_mb" + suffix,
-        (weights.num_bytes + private) / MB,
+        "weights.extra_memory_mb",
+        (2 * weights.num_bytes + private) / MB,
         "MB",
         weights_mb=round(weights.num_bytes / MB),
-        shared_mb=round(weights.num_bytes / MB),
+        shared_mb=round(2 * weights.num_bytes / MB),
         private_mb=round(private / MB),
     )
 
@@ -169,8 +165,7 @@ def main() -> None:
     model = make_model(arguments.layers)
     with tempfile.TemporaryDirectory() as directory:
         save(model, Path(directory))
-        for fused in (True, False):
-            asyncio.run(measure(Path(directory), Weights(model), arguments.rounds, arguments.threads, fused=fused))
+        asyncio.run(measure(Path(directory), Weights(model), arguments.rounds, arguments.threads))
 
 
 if __name__ == "__main__":

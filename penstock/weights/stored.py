@@ -148,20 +148,20 @@ def _view(memory: mmap.mmap, entry: TensorEntry) -> torch.Tensor:
     return flat.view(entry.shape)
 
 
-_last_mapped: tuple[tuple[int, int, int], mmap.mmap] | None = None
-"""Mapping memory costs a fault per page; a channel reuses its memory, so its reader keeps it mapped."""
+_mappings: dict[tuple[int, int, int], mmap.mmap] = {}
+"""Mapping memory costs a fault per page. A channel writes to two segments in turn, so its reader keeps two mapped."""
 
 
 def _mapped(descriptor: int, path: str) -> mmap.mmap:
-    global _last_mapped
     status = os.fstat(descriptor)
     key = (status.st_dev, status.st_ino, status.st_size)
-    last = _last_mapped
-    if last is not None and last[0] == key:
-        return last[1]
+    if key in _mappings:
+        return _mappings[key]
     try:
         memory = mmap.mmap(descriptor, status.st_size)
     except (OSError, ValueError) as error:
         raise WeightSyncError(f"the weights in {path} cannot be mapped: {error}") from error
-    _last_mapped = (key, memory)
+    while len(_mappings) > 1:
+        del _mappings[next(iter(_mappings))]
+    _mappings[key] = memory
     return memory
