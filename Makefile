@@ -54,8 +54,8 @@ lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY) ## every benchmark; each prints one JSON line per figure
-	@set -e; for file in benchmarks/*.py; do $(BIN)/python $$file; done
+bench: $(READY) $(VLLM_READY) ## every benchmark, also against TRL, transformers and vLLM; figures in bench.json
+	@$(BIN)/python benchmarks/all.py
 
 crash-quick: $(READY) ## failing disks, signals, and 60 kills of real runs: nothing may be lost, skipped or doubled
 	$(BIN)/python -m pytest tests/crash -m crash_tier

@@ -70,7 +70,7 @@ def train(options: argparse.Namespace) -> int:
     try:
         trainer: Any = config
         _begin_loading(trainer.model, display)
-        summary = trainer.build(run_dir=run_dir, display=display, resume=options.resume).fit()
+        summary = trainer.build(run_dir=run_dir, display=display, resume=options.resume, profile=options.profile).fit()
     finally:
         display.close()
     if summary.interrupted:
@@ -227,6 +227,11 @@ def _parser() -> argparse.ArgumentParser:
         const="newest",
         metavar="CHECKPOINT",
         help="go on from the newest checkpoint of the run directory, or from this one; `auto` begins a run if none was",
+    )
+    command.add_argument(
+        "--profile",
+        action="store_true",
+        help="write where the time goes to profile.json in the run directory, for chrome://tracing or Perfetto",
     )
     command.set_defaults(run=train)
 

@@ -53,12 +53,16 @@ class TrainWorkerConfig(Config):
     """Where linear and cosine end, as a share of `lr`."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the base model computes in. Weights, optimiser and logits are float32 either way."""
+    """What matrix products are computed from; their sums, weights, gradients, optimiser and logits are float32 either
+    way. Models that are not `fused`, and CPUs without AMX, run under torch.autocast, the output embedding excepted."""
     loss: LossConfig = LossConfig()
     advantage: str = "grpo"
-    max_tokens_per_micro_batch: int = Field(default=2048, ge=1)
+    max_tokens_per_micro_batch: int = Field(default=1024, ge=1)
     share_prompts: bool = True
     """Compute a group's prompt once. Falls back to once per answer for models that cannot (metric `shared_prompts`)."""
+    fused: bool = True
+    """Compute the Llama and Qwen families by forward and backward passes written for them, on a CPU. Other models, and
+    those that would differ, go through transformers either way (metric `fused`)."""
     activation_checkpointing: bool = False
     updates_per_batch: int = Field(default=1, ge=1)
     """Optimiser updates per train step, each on its share of the groups."""

@@ -6,23 +6,37 @@ the worker's own path is compared with the model's plain forward pass before any
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from penstock.errors import ModelError
 from penstock.learn.batch import TrainAnswer, TrainBatch, TrainGroup
-from penstock.learn.logprobs import compute_logprobs
-from penstock.learn.pack import pack
+from penstock.learn.config import TrainWorkerConfig
+from penstock.learn.fused import FusedModel, can_fuse
+from penstock.learn.head import TokenLogprobs
+from penstock.learn.linear import Gradients
+from penstock.learn.logprobs import PlainModel
+from penstock.learn.pack import MicroBatch, pack
+from penstock.models.bfloat16 import has_fast_products
 
 TOLERANCE = 1e-3
 """Of a logprob, between two orders of the same float32 sums."""
 
-_BF16_TRIAL = "import torch; x = torch.ones(256, 256, dtype=torch.bfloat16); (x @ x).sum().item()"
+
+class LogprobModel(Protocol):
+    """A way from micro-batches to logprobs with a gradient, over the weights of a transformers model."""
+
+    share_prompts: bool
+    one_row: bool
+    """How it wants its micro-batches packed."""
+
+    def refresh(self) -> None:
+        """The weights have changed."""
+
+    def logprobs(self, micro_batch: MicroBatch, temperature: float) -> TokenLogprobs: ...
 
 
 def load_model(model_dir: Path, *, activation_checkpointing: bool = False) -> Any:
@@ -63,7 +77,7 @@ def check_head(model: Any) -> None:
     name = type(model).__name__
     if head is None or getattr(head, "bias", None) is not None:
         raise ModelError(f"{name} has no output embedding, or one with a bias; it cannot be trained")
-    difference = _difference(model, share_prompts=False)
+    difference = _difference(model, PlainModel(model, Gradients(), share_prompts=False))
     if not difference < TOLERANCE:
         raise ModelError(
             f"{name}: logprobs from the output embedding differ from the model's own by {difference:.2g}; "
@@ -79,37 +93,42 @@ def can_share_prompts(model: Any) -> bool:
     if other_layers or getattr(config, "sliding_window", None) is not None:
         return False
     try:
-        return _difference(model, share_prompts=True) < TOLERANCE
+        return _difference(model, PlainModel(model, Gradients(), share_prompts=True)) < TOLERANCE
     except (ValueError, RuntimeError, TypeError, IndexError):
         return False
 
 
-def check_bfloat16(trial: str = _BF16_TRIAL) -> None:
-    """Raise ModelError when this CPU dies of a bfloat16 product.
+def choose_way(model: Any, config: TrainWorkerConfig, gradients: Gradients) -> LogprobModel:
+    """The fused one for models and dtypes it serves, as far as it agrees with the plain one."""
+    reduced = config.dtype == "bfloat16"
+    if config.fused and can_fuse(model) and (has_fast_products() or not reduced):
+        fused = FusedModel(model, gradients, torch.float32, share_prompts=config.share_prompts)
+        if _difference(model, fused) < TOLERANCE:
+            return FusedModel(
+                model,
+                gradients,
+                torch.bfloat16 if reduced else torch.float32,
+                share_prompts=config.share_prompts,
+                activation_checkpointing=config.activation_checkpointing,
+            )
+    return PlainModel(
+        model,
+        gradients,
+        share_prompts=config.share_prompts and can_share_prompts(model),
+        autocast=torch.bfloat16 if reduced else None,
+    )
 
-    Some virtual machines announce AMX and lack the CPUID leaves that describe it; the math library then runs an
-    illegal instruction. That kills a process, so a child tries it.
-    """
-    if torch.cuda.is_available():
-        return
-    code = subprocess.run([sys.executable, "-c", trial], capture_output=True, timeout=120, check=False).returncode
-    if code != 0:
-        raise ModelError(
-            f"dtype is bfloat16, but a bfloat16 product ends a process on this CPU (exit {code}); use float32, or set "
-            "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment to go without AMX"
-        )
 
-
-def _difference(model: Any, *, share_prompts: bool) -> float:
-    """Largest difference of a logprob between the worker's path and the plain forward pass, one answer at a time."""
+def _difference(model: Any, way: LogprobModel) -> float:
+    """Largest difference of a logprob between this way and the model's own forward pass, one answer at a time."""
     vocab = model.get_output_embeddings().weight.shape[0]
     ids = (np.arange(1, 16, dtype=np.int64) * 7919 % vocab).astype(np.int32)
     prompt, answers = ids[:5], [ids[5:9], ids[9:15]]
     batch = TrainBatch(0, [TrainGroup("probe", prompt, [_probe_answer(answer) for answer in answers])])
     differences = []
     with torch.no_grad():
-        for micro_batch in pack(batch, max_tokens=256, share_prompts=share_prompts):
-            ours = compute_logprobs(model, micro_batch, temperature=1.0, share_prompts=share_prompts).logprobs
+        for micro_batch in pack(batch, max_tokens=256, share_prompts=way.share_prompts, one_row=way.one_row):
+            ours = way.logprobs(micro_batch, 1.0).logprobs
             for index, answer in enumerate(answers):
                 whole = torch.from_numpy(np.concatenate([prompt, answer]).astype(np.int64))
                 logits = model(input_ids=whole[None], use_cache=False).logits[0]

@@ -7,9 +7,9 @@ One prompt and K of its answers make a segment. The prompt stands in it once:
     predicts           ^ a0 and b0      ^ b1       the last prompt token predicts the first token of every answer
 
 An answer attends to its prompt and causally to itself. Segments are laid into rows, rows of near length into a
-micro-batch of at most `max_tokens` cells, padding included. Padded rows beat one long row: attention over a long row
-costs the square of all its segments together. What predicts no trained token is not computed, above all an answer's
-last token.
+micro-batch of at most `max_tokens` cells, padding included. Under a mask, padded rows beat one long row: attention over
+a long row costs the square of all its segments together. A model that attends segment by segment takes one row, without
+padding. What predicts no trained token is not computed, above all an answer's last token.
 """
 
 from __future__ import annotations
@@ -78,20 +78,28 @@ class _Segment:
 
 
 def pack(
-    batch: TrainBatch, *, max_tokens: int, share_prompts: bool = True, every_token: bool = False
+    batch: TrainBatch,
+    *,
+    max_tokens: int,
+    share_prompts: bool = True,
+    one_row: bool = False,
+    every_token: bool = False,
 ) -> list[MicroBatch]:
     """Every trained token (or every token at all) of the batch, exactly once.
 
     A group larger than `max_tokens` is split, each piece with its prompt; a single answer is never split, so one that
     is larger alone makes a micro-batch of its own. Without `share_prompts` each answer is a row with its own prompt,
-    which a plain causal mask serves.
+    which a plain causal mask serves; with `one_row` all of them lie in a single one.
     """
     segments = _segments(batch, max_tokens if share_prompts else 0, every_token)
     # Longest first, so that the rows of a micro-batch have near lengths; the sort is stable, hence repeatable.
     waiting = sorted(segments, key=lambda segment: -segment.length)
     micro_batches = []
     while waiting:
-        rows, waiting = _fill(waiting, max_tokens, several_per_row=share_prompts)
+        if one_row:
+            rows, waiting = _fill_one_row(waiting, max_tokens)
+        else:
+            rows, waiting = _fill(waiting, max_tokens, several_per_row=share_prompts)
         micro_batches.append(_lay_out(rows))
     return micro_batches
 
@@ -116,6 +124,19 @@ def _segments(batch: TrainBatch, max_tokens: int, every_token: bool) -> list[_Se
         if open_parts:
             segments.append(_Segment(group.prompt_ids, open_parts))
     return segments
+
+
+def _fill_one_row(waiting: list[_Segment], max_tokens: int) -> tuple[list[list[_Segment]], list[_Segment]]:
+    row = [waiting[0]]
+    room = max_tokens - waiting[0].length
+    left = []
+    for segment in waiting[1:]:
+        if segment.length <= room:
+            row.append(segment)
+            room -= segment.length
+        else:
+            left.append(segment)
+    return [row], left
 
 
 def _fill(

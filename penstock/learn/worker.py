@@ -22,11 +22,13 @@ from torch import Tensor
 from penstock.errors import RunError, StepRefused, UserFunctionError
 from penstock.learn.batch import TrainBatch
 from penstock.learn.config import TrainWorkerConfig
-from penstock.learn.load import can_share_prompts, check_bfloat16, check_head, load_model
-from penstock.learn.logprobs import TokenLogprobs, compute_logprobs
+from penstock.learn.linear import Gradients
+from penstock.learn.load import check_head, choose_way, load_model
 from penstock.learn.losses import LossTokens, Mismatch, answer_weights, get_loss
 from penstock.learn.pack import MicroBatch, pack
 from penstock.learn.save import save_hf
+from penstock.models.bfloat16 import keep_onednn_alive
+from penstock.models.threads import release_threads
 
 
 class TorchTrainWorker:
@@ -47,13 +49,12 @@ class TorchTrainWorker:
         self._deterministic = deterministic
         self._threads = threads
         self._loss = get_loss(config.loss.name)
-        self._autocast = torch.bfloat16 if config.dtype == "bfloat16" else None
-        if self._autocast is not None:
-            check_bfloat16()
+        self._gradients = Gradients()
+        keep_onednn_alive()
         with self._torch_settings():
             self.model = load_model(model_dir, activation_checkpointing=config.activation_checkpointing)
             check_head(self.model)
-            self.shared_prompts = config.share_prompts and can_share_prompts(self.model)
+            self._way = choose_way(self.model, config, self._gradients)
         self._parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
@@ -84,13 +85,14 @@ class TorchTrainWorker:
                 self._restore(before)
             raise
         finally:
-            self._optimizer.zero_grad(set_to_none=True)
+            self._gradients.clear(self._parameters.values())
         self.steps_done += 1
         seconds = time.perf_counter() - started
         return {
             **step.metrics(),
             "lr": lr,
-            "shared_prompts": float(self.shared_prompts),
+            "shared_prompts": float(self._way.share_prompts),
+            "fused": float(self._way.one_row),
             "seconds/total": seconds,
             "tokens_per_s": step.tokens / seconds,
         }
@@ -101,8 +103,9 @@ class TorchTrainWorker:
         starts = ends - [len(answer.ids) for answer in batch.answers]
         scores = np.zeros(ends[-1], dtype=np.float32)
         with self._torch_settings(), torch.no_grad():
+            self._way.refresh()
             for micro_batch in self._pack(batch, every_token=True):
-                logprobs = self._logprobs(micro_batch, batch.temperature).logprobs.float().cpu().numpy()
+                logprobs = self._way.logprobs(micro_batch, batch.temperature).logprobs.float().cpu().numpy()
                 scores[starts[micro_batch.answer_index] + micro_batch.token_index] = logprobs
         return np.split(scores, ends[:-1])
 
@@ -175,7 +178,9 @@ class TorchTrainWorker:
             # Every group of this mini-batch is masked; there is no gradient to step along.
             return
         weights = answer_weights(num_trained, self._config.loss)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._gradients.clear(self._parameters.values())
+        with step.timed("round"):
+            self._way.refresh()
         loss = 0.0
         for micro_batch in self._pack(batch):
             loss += self._accumulate(micro_batch, weights, batch.temperature, on_policy, step)
@@ -199,7 +204,7 @@ class TorchTrainWorker:
         step: _StepMetrics,
     ) -> float:
         with step.timed("forward"):
-            computed = self._logprobs(micro_batch, temperature)
+            computed = self._way.logprobs(micro_batch, temperature)
             logprobs = computed.logprobs
             tokens = LossTokens(
                 logprobs=logprobs,
@@ -220,20 +225,12 @@ class TorchTrainWorker:
         step.add(micro_batch, tokens, {"entropy": computed.entropy, **terms.shares})
         return loss.item()
 
-    def _logprobs(self, micro_batch: MicroBatch, temperature: float) -> TokenLogprobs:
-        return compute_logprobs(
-            self.model,
-            micro_batch,
-            temperature=temperature,
-            share_prompts=self.shared_prompts,
-            autocast=self._autocast,
-        )
-
     def _pack(self, batch: TrainBatch, *, every_token: bool = False) -> list[MicroBatch]:
         return pack(
             batch,
             max_tokens=self._config.max_tokens_per_micro_batch,
-            share_prompts=self.shared_prompts,
+            share_prompts=self._way.share_prompts,
+            one_row=self._way.one_row,
             every_token=every_token,
         )
 
@@ -262,6 +259,7 @@ class TorchTrainWorker:
         finally:
             torch.use_deterministic_algorithms(strict)
             torch.set_num_threads(threads)
+            release_threads()
 
 
 class _StepMetrics:

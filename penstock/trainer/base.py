@@ -29,6 +29,7 @@ from penstock.trainer.checkpoints import Checkpoint, weights_sums
 from penstock.trainer.config import RLTrainerConfig
 from penstock.trainer.display import Display
 from penstock.trainer.parts import Parts
+from penstock.trainer.profile import EVALUATION, TRAINER, Profile
 from penstock.trainer.resume import Beginning
 from penstock.trainer.rng import restore_rng, rng_state
 from penstock.trainer.trackers import Tracker
@@ -61,8 +62,10 @@ class Summary(msgspec.Struct, kw_only=True):
 class StageTimes:
     """Seconds per stage of one step."""
 
-    def __init__(self, display: Display) -> None:
+    def __init__(self, display: Display, profile: Profile, *, lane: str = TRAINER) -> None:
         self._display = display
+        self._profile = profile
+        self._lane = lane
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
@@ -70,7 +73,8 @@ class StageTimes:
         self._display.stage(name)
         started = time.perf_counter()
         try:
-            yield
+            with self._profile.span(name, lane=self._lane):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
@@ -95,6 +99,7 @@ class RLTrainer:
         self._stop_requested = False
         self._refused_in_a_row = 0
         self._last_metrics: dict[str, float] = {}
+        self._profile = parts.profile
         self._since = time.perf_counter()
         temperature = config.manager.task_list[0].agent_loop_config.sample_params.temperature
         rule = config.manager.task_list[0].produce_strategy_config.stale_rule(config.sync_weights_interval)
@@ -140,6 +145,7 @@ class RLTrainer:
     async def _close(self) -> None:
         """Everything, whatever one of them raises; the ledger last, because it holds what counts."""
         async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self._write_profile)
             stack.push_async_callback(self.parts.close)
             for tracker in self._trackers:
                 stack.callback(tracker.close)
@@ -168,7 +174,7 @@ class RLTrainer:
         self._count_wall_time()
         # The producer goes on recording: what the checkpoint names must be durable before it is.
         position = self.parts.buffer.position
-        await self.parts.buffer.flush()
+        await self._flush_ledger()
         rng_tensors, rng = rng_state()
         state = {
             "ledger_position": position,
@@ -182,7 +188,8 @@ class RLTrainer:
         else:
             tensors |= {"model": dict(self.parts.worker.tensors()), "optimizer": self.parts.worker.state_dict()}
         store = self.parts.checkpoints
-        await asyncio.to_thread(store.save, train_step, tensors=tensors, state=state, config=self.config.describe())
+        with self._profile.span("write checkpoint"):
+            await asyncio.to_thread(store.save, train_step, tensors=tensors, state=state, config=self.config.describe())
         await self.parts.buffer.prune(min(store.steps()))
 
     async def _restore(self, checkpoint: Checkpoint) -> None:
@@ -232,15 +239,18 @@ class RLTrainer:
         try:
             with times.stage("train"):
                 # What is trained must survive this process first.
-                await self.parts.buffer.flush()
+                await self._flush_ledger()
+                started = time.perf_counter()
                 metrics = await asyncio.to_thread(self.parts.worker.train, batch)
+                self._profile.parts_of(started, metrics)
         except StepRefused as refused:
             await self._give_back(train_step, refused)
             return None
         except BaseException:
             await self.parts.manager.return_batch(train_step)
             raise
-        await self.parts.manager.commit(train_step)
+        with self._profile.span("commit"):
+            await self.parts.manager.commit(train_step)
         self._refused_in_a_row = 0
         self.summary.steps = train_step
         metrics = batch.metrics | result.metrics() | {f"train/{name}": value for name, value in metrics.items()}
@@ -248,6 +258,10 @@ class RLTrainer:
             with times.stage("checkpoint"):
                 await self._checkpoint(train_step, metrics)
         return metrics
+
+    async def _flush_ledger(self) -> None:
+        with self._profile.span("ledger flush"):
+            await self.parts.buffer.flush()
 
     def _prepare(self, groups: list[Group], train_step: int) -> TrainBatch:
         if self.config.deterministic:
@@ -298,7 +312,7 @@ class RLTrainer:
         if await self.parts.engine.model_step() != model_step:
             # Between two syncs the engine is behind; what is measured must be what is named.
             await self.parts.channel.publish(self.parts.worker, model_step)
-        times = StageTimes(self._display)
+        times = StageTimes(self._display, self._profile, lane=EVALUATION)
         with times.stage("eval"):
             evaluation = await self.parts.evaluator.evaluate(model_step, shares_engine=shares_engine)
             await asyncio.to_thread(self._trajectories.save, f"eval-{model_step}", evaluation.groups, model_step + 1)
@@ -332,10 +346,18 @@ class RLTrainer:
         except OSError as error:
             raise StorageError(f"{path} could not be written: {error}") from error
 
+    def _write_profile(self) -> None:
+        """Also of a run that failed. What shows where time went must not be what ends it."""
+        try:
+            self._profile.write(self.run_dir / "profile.json")
+        except OSError as error:
+            self._display.note(f"the profile could not be written: {error}")
+
     async def _export_hf(self, train_step: int | None = None) -> None:
         directory = self.run_dir / "hf" / ("final" if train_step is None else f"step-{train_step}")
         self._display.stage("export")
-        await asyncio.to_thread(self.parts.worker.save_hf, str(directory))
+        with self._profile.span("export"):
+            await asyncio.to_thread(self.parts.worker.save_hf, str(directory))
         self.summary.hf_dir = str(directory)
 
     @contextlib.contextmanager

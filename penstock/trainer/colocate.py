@@ -12,9 +12,10 @@ from penstock.trainer.base import RLTrainer, StageTimes
 class RLColocateTrainer(RLTrainer):
     async def _run_steps(self) -> None:
         while self.summary.steps < self.config.total_steps and not self._may_stop():
-            train_step, times = self.summary.steps + 1, StageTimes(self._display)
-            while not await self._step(train_step, times):
-                pass  # refused; three in a row end the run
+            train_step, times = self.summary.steps + 1, StageTimes(self._display, self._profile)
+            with self._profile.span(f"step {train_step}"):
+                while not await self._step(train_step, times):
+                    pass  # refused; three in a row end the run
 
     def _may_stop(self) -> bool:
         """An exact run stops where engine and trainer have the same weights, as a resumed one begins."""

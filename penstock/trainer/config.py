@@ -103,13 +103,13 @@ class RLColocateTrainerConfig(RLTrainerConfig):
     """Engine and trainer take turns on the same devices."""
 
     def build(
-        self, *, run_dir: Path | str, display: Display | None = None, resume: str | None = None
+        self, *, run_dir: Path | str, display: Display | None = None, resume: str | None = None, profile: bool = False
     ) -> RLColocateTrainer:
         """See `build_trainer`."""
         from penstock.trainer.colocate import RLColocateTrainer
         from penstock.trainer.parts import build_trainer
 
-        return build_trainer(self, RLColocateTrainer, Path(run_dir), display, resume)
+        return build_trainer(self, RLColocateTrainer, Path(run_dir), display, resume, profile=profile)
 
 
 class RLDisaggregatedTrainerConfig(RLTrainerConfig):
@@ -153,13 +153,13 @@ class RLDisaggregatedTrainerConfig(RLTrainerConfig):
                 )
 
     def build(
-        self, *, run_dir: Path | str, display: Display | None = None, resume: str | None = None
+        self, *, run_dir: Path | str, display: Display | None = None, resume: str | None = None, profile: bool = False
     ) -> RLDisaggregatedTrainer:
         """See `build_trainer`."""
         from penstock.trainer.disaggregated import RLDisaggregatedTrainer
         from penstock.trainer.parts import build_trainer
 
-        return build_trainer(self, RLDisaggregatedTrainer, Path(run_dir), display, resume)
+        return build_trainer(self, RLDisaggregatedTrainer, Path(run_dir), display, resume, profile=profile)
 
 
 def _sampling_problems(tasks: list[TaskSpecConfig]) -> Iterator[str]:

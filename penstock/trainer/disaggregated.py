@@ -40,9 +40,10 @@ class RLDisaggregatedTrainer(RLTrainer):
             await manager.continue_produce(self.summary.steps)
             await self._engine_clock.idle_share(self.parts.engine)
             while self.summary.steps < self.config.total_steps and not self._stop_requested:
-                train_step, times = self.summary.steps + 1, StageTimes(self._display)
-                while not await self._step(train_step, times):
-                    pass  # after a sync, or refused; three in a row end the run
+                train_step, times = self.summary.steps + 1, StageTimes(self._display, self._profile)
+                with self._profile.span(f"step {train_step}"):
+                    while not await self._step(train_step, times):
+                        pass  # after a sync, or refused; three in a row end the run
             await self._finish_evaluation()
             await self._end_production(producer)
             if manager.model_step != self.summary.steps:
@@ -94,7 +95,7 @@ class RLDisaggregatedTrainer(RLTrainer):
         if self.parts.evaluator is None:
             return
         if self.parts.manager.model_step != model_step:
-            await self._sync(model_step, StageTimes(self._display))
+            await self._sync(model_step, StageTimes(self._display, self._profile))
         await self._finish_evaluation()
         self._evaluating = asyncio.create_task(
             self._evaluate(model_step, shares_engine=True), name=f"evaluation of {model_step}"

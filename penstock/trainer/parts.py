@@ -22,6 +22,7 @@ from penstock.trainer.config import RLTrainerConfig
 from penstock.trainer.display import Display, make_display
 from penstock.trainer.evaluator import Evaluator
 from penstock.trainer.files import Files
+from penstock.trainer.profile import OFF, Profile
 from penstock.trainer.resume import Beginning, find_beginning
 from penstock.weights import InProcessChannel, SharedMemoryChannel
 
@@ -41,6 +42,7 @@ class Parts(msgspec.Struct, kw_only=True):
     evaluator: Evaluator | None
     checkpoints: CheckpointStore
     model_dir: Path
+    profile: Profile = OFF
 
     async def close(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -51,14 +53,14 @@ class Parts(msgspec.Struct, kw_only=True):
 class _Opened:
     """The model's directory and what is known without loading its weights."""
 
-    def __init__(self, config: RLTrainerConfig, display: Display) -> None:
+    def __init__(self, config: RLTrainerConfig, display: Display, profile: Profile = OFF) -> None:
         display.stage("load")
         self.config = config
         self.display = display
         self.model_dir = resolve_model(config.model)
         self.tokenizer: Tokenizer = load_tokenizer(self.model_dir)
         self.context = model_context(self.model_dir)
-        self.judgers = JudgerSet()
+        self.judgers: JudgerSet = profile.judgers()
         eval_tasks = config.evaluator.tasks if config.evaluator is not None else []
         self.eval_prompts = load_prompts(eval_tasks, self.tokenizer, context=self.context)
 
@@ -101,24 +103,31 @@ def build_trainer(
     *,
     disk: Disk | None = None,
     files: Files | None = None,
+    profile: bool = False,
 ) -> TrainerT:
     """Check everything, find where to begin, scan the datasets, load the model, open the run directory; in that order.
 
-    `disk` is how the ledger reaches the disk and `files` how checkpoints do, for fault injection.
+    `disk` is how the ledger reaches the disk and `files` how checkpoints do, for fault injection. With `profile` the
+    run writes `profile.json`.
     Raises RefusedError; until the datasets are scanned nothing is written, and no weight is loaded.
     """
     config.check()
     display = display or make_display(terminal=False)
     checkpoints = CheckpointStore(run_dir / "checkpoints", keep=config.keep_checkpoints, files=files)
     beginning = find_beginning(run_dir, resume, config.describe(), checkpoints)
-    parts = _build_parts(config, run_dir, display, checkpoints, disk)
+    parts = _build_parts(config, run_dir, display, checkpoints, disk, Profile() if profile else OFF)
     return trainer(config, parts, run_dir, display, beginning)
 
 
 def _build_parts(
-    config: RLTrainerConfig, run_dir: Path, display: Display, checkpoints: CheckpointStore, disk: Disk | None
+    config: RLTrainerConfig,
+    run_dir: Path,
+    display: Display,
+    checkpoints: CheckpointStore,
+    disk: Disk | None,
+    profile: Profile,
 ) -> Parts:
-    opened = _Opened(config, display)
+    opened = _Opened(config, display, profile)
     prompts = load_prompts(config.manager.task_list, opened.tokenizer, context=opened.context)
     for task, loaded in (prompts | opened.eval_prompts).items():
         if loaded.dropped or loaded.quarantined:
@@ -132,8 +141,10 @@ def _build_parts(
     )
     engine = opened.engine()
     buffer = config.replay_buffer.build(run_dir, disk=disk)
+    # Those who ask for answers; the weight channel and the trainer have the engine itself.
+    asked = profile.wrap_engine(engine)
     world = World(
-        engine=engine,
+        engine=asked,
         tokenizer=opened.tokenizer,
         judgers=opened.judgers,
         buffer=buffer,
@@ -152,9 +163,10 @@ def _build_parts(
         worker=worker,
         buffer=buffer,
         manager=config.manager.build(world),
-        evaluator=opened.evaluator(engine, run_dir / "eval_dead_letters.jsonl"),
+        evaluator=opened.evaluator(asked, run_dir / "eval_dead_letters.jsonl"),
         checkpoints=checkpoints,
         model_dir=opened.model_dir,
+        profile=profile,
     )
 
 

@@ -9,12 +9,13 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from penstock.engine.torch_engine.engine import EmbeddedEngine
-from penstock.engine.torch_engine.forward import FusedModel, can_fuse
+from penstock.engine.torch_engine.forward import FusedModel
 from penstock.engine.torch_engine.generic import GenericModel
 from penstock.engine.torch_engine.model import LanguageModel
 from penstock.engine.torch_engine.scheduler import Finish, Scheduler
 from penstock.errors import ModelError
 from penstock.models.bfloat16 import keep_onednn_alive
+from penstock.models.families import is_like_llama
 from penstock.models.threads import release_threads
 from penstock.ports import Tokenizer
 
@@ -62,7 +63,7 @@ def load_model(config: EmbeddedEngineConfig, model_dir: str, *, deterministic: b
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_dir}: cannot be loaded as a causal language model: {error}") from error
-    kind = FusedModel if config.fused and can_fuse(loaded.config) else GenericModel
+    kind = FusedModel if config.fused and is_like_llama(loaded.config) else GenericModel
     return kind(loaded, dtype, device, deterministic=deterministic), _context(loaded.config.get_text_config())
 
 

@@ -21,10 +21,6 @@ from penstock.engine.torch_engine.scratch import Scratch
 from penstock.engine.torch_engine.weights import load_into
 from penstock.ports import WeightSource
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_ROPES = ("default", "linear", "llama3", "yarn")
-"""Those whose frequencies do not change with the length of the sequence."""
-
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -42,20 +38,6 @@ class Layer:
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
-
-
-def can_fuse(config: Any) -> bool:
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = getattr(config, "layer_types", None) or ["full_attention"]
-    window = getattr(config, "sliding_window", None) if config.model_type == "mistral" else None
-    return (
-        config.model_type in _FAMILIES
-        and config.hidden_act == "silu"
-        and rope.get("rope_type", "default") in _ROPES
-        and rope.get("partial_rotary_factor", 1.0) == 1.0
-        and set(kinds) == {"full_attention"}
-        and window is None
-    )
 
 
 class FusedModel:

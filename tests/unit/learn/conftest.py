@@ -9,9 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
+from penstock.models.bfloat16 import keep_onednn_alive
 from penstock.rollout import FinishReason, Group, Prompt, RolloutState, Status, Tokens, Verdict, pack_ids
+
+# oneDNN asks once what it may use, at the first operation of the process that reaches it, whatever its dtype.
+keep_onednn_alive()
 
 VOCAB = 97
 SIZES = {
@@ -72,6 +83,8 @@ def make_model(kind: str, *, tied: bool = True) -> Any:
     torch.manual_seed(11)
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied)).eval()
+    if kind == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=tied)).eval()
     return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=tied)).eval()
 
 

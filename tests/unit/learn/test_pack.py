@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.learn.batch import TrainBatch, prepare_batch
-from penstock.learn.logprobs import block_mask, compute_logprobs
+from penstock.learn.linear import Gradients
+from penstock.learn.logprobs import PlainModel, block_mask
 from penstock.learn.pack import MicroBatch, pack
 from penstock.rollout import Group, Tokens
 
@@ -55,10 +56,13 @@ def _check_every_token(batch: TrainBatch, micro_batches: list[MicroBatch]) -> No
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
-def test_each_token_of_100_short_answers_keeps_its_advantage(random_groups: RandomGroups, share_prompts: bool) -> None:
+@pytest.mark.parametrize("one_row", [True, False])
+def test_each_token_of_100_short_answers_keeps_its_advantage(
+    random_groups: RandomGroups, share_prompts: bool, one_row: bool
+) -> None:
     batch = prepare_batch(random_groups(1, num_groups=25, k=4), train_step=1)
     assert len({float(a.advantages[0]) for a in batch.answers}) == 100
-    _check_every_token(batch, pack(batch, max_tokens=64, share_prompts=share_prompts))
+    _check_every_token(batch, pack(batch, max_tokens=64, share_prompts=share_prompts, one_row=one_row))
 
 
 def _with_holes(batch: TrainBatch, rng: np.random.Generator) -> TrainBatch:
@@ -71,15 +75,16 @@ def _with_holes(batch: TrainBatch, rng: np.random.Generator) -> TrainBatch:
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10_000), max_tokens=st.integers(1, 120), share_prompts=st.booleans())
+@given(seed=st.integers(0, 10_000), max_tokens=st.integers(1, 120), share_prompts=st.booleans(), one_row=st.booleans())
 def test_any_batch_is_packed_whole_within_the_budget(
-    random_groups: RandomGroups, seed: int, max_tokens: int, share_prompts: bool
+    random_groups: RandomGroups, seed: int, max_tokens: int, share_prompts: bool, one_row: bool
 ) -> None:
     batch = prepare_batch(random_groups(seed, num_groups=4, k=3), train_step=1)
     batch = _with_holes(batch, np.random.default_rng(seed))
-    micro_batches = pack(batch, max_tokens=max_tokens, share_prompts=share_prompts)
+    micro_batches = pack(batch, max_tokens=max_tokens, share_prompts=share_prompts, one_row=one_row)
     _check_every_token(batch, micro_batches)
     for micro in micro_batches:
+        assert not one_row or micro.num_cells == micro.num_used
         one_answer = len(set(micro.answer_index.tolist())) == 1
         assert micro.num_cells <= max_tokens or one_answer
 
@@ -108,10 +113,9 @@ def _gradients(model: Any, batch: TrainBatch, **how: Any) -> tuple[dict[tuple[in
     model.zero_grad()
     logprobs: dict[tuple[int, int], float] = {}
     total = sum(answer.num_trained for answer in batch.answers)
+    way = PlainModel(model, Gradients(), share_prompts=how.get("share_prompts", True))
     for micro in pack(batch, **how):
-        computed = compute_logprobs(
-            model, micro, temperature=batch.temperature, share_prompts=how.get("share_prompts", True)
-        ).logprobs
+        computed = way.logprobs(micro, batch.temperature).logprobs
         (computed * torch.from_numpy(micro.advantages).to(computed) / total).sum().backward()
         for answer, token, value in zip(micro.answer_index, micro.token_index, computed.tolist(), strict=True):
             logprobs[int(answer), int(token)] = value
@@ -166,7 +170,8 @@ def test_a_head_in_chunks_has_the_gradient_of_one_block(
     model = tiny_model("llama").double()
     batch = prepare_batch(random_groups(6, num_groups=4), train_step=1, temperature=0.9)
     one, one_gradient = _gradients(model, batch, max_tokens=500)
-    monkeypatch.setattr("penstock.learn.logprobs.CHUNK_BYTES", 5 * 97 * 8)
+    monkeypatch.setattr("penstock.learn.head.KEPT_BYTES", 5 * 97 * 8)
+    monkeypatch.setattr("penstock.learn.head.CHUNK_BYTES", 2 * 97 * 8)
     chunked, chunked_gradient = _gradients(model, batch, max_tokens=500)
     assert chunked == pytest.approx(one, abs=1e-12)
     for name, gradient in one_gradient.items():
@@ -178,7 +183,7 @@ def test_the_entropy_is_that_of_the_distribution(tiny_model: ModelOf, group_of: 
     batch = prepare_batch([group_of(prompt=[3, 4], answers=[[5], [6]])], train_step=1, temperature=2.0)
     [micro] = pack(batch, max_tokens=10)
     with torch.no_grad():
-        entropy = compute_logprobs(model, micro, temperature=2.0, share_prompts=True).entropy
+        entropy = PlainModel(model, Gradients(), share_prompts=True).logprobs(micro, 2.0).entropy
         table = (model(input_ids=torch.tensor([[3, 4]])).logits[0, -1] / 2.0).log_softmax(-1)
     expected = -(table.exp() * table).sum().item()
     assert entropy.tolist() == pytest.approx([expected, expected], rel=1e-5)

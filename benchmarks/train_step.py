@@ -1,0 +1,145 @@
+"""A whole GRPO step, and its training part, against TRL: the same model, prompts, reward, budget, rate and dtype.
+
+step.vs_trl.fp32, step.vs_trl.bf16    a step from prompts to new weights in the engine: samples/s of ours over TRL's
+train.vs_trl.fp32, train.vs_trl.bf16  the same of forward, backward, clipping and optimiser alone
+step.rss_vs_trl                       peak memory of our process tree in fp32 steps over TRL's
+
+8 prompts x 8 answers of at most 32 tokens. Both are warm, take turns step by step, and compute the same logprobs of the
+same answers before anything is timed. A step of ours also writes the ledger, trajectories and metrics. In bf16 ours
+keeps weights and optimiser in float32; TRL is tried so and with everything in bfloat16, and the faster one compared.
+
+python benchmarks/train_step.py [--quick] [--rounds 5] [--dtype fp32] [--threads 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+from typing import Any
+
+from peers import Contestant, PeerError, bf16_environment, note, our_python, report, take_turns, trl_python
+
+from penstock.data import AdditionConfig
+from penstock.models import load_tokenizer, resolve_model
+
+DATASET = {"max_number": 40, "template": "How much is {a} plus {b}? Answer in one sentence."}
+"""Worded so that answers average about 24 of the 32 tokens."""
+ROWS = 640
+TOLERANCE = 1e-3
+TRL_WEIGHTS = {"float32": ("float32",), "bfloat16": ("bfloat16", "float32")}
+TEXTS = (
+    "The answer is 12.",
+    "It is 7, because 3 and 4 make 7.",
+    "40",
+    "I would say that the sum of both numbers is 31.",
+)
+
+
+def make_job(dtype: str, quick: bool, threads: int) -> dict[str, Any]:
+    model_dir = resolve_model("smollm2-135m")
+    tokenizer = load_tokenizer(model_dir)
+    prompts = list(itertools.islice(AdditionConfig(**DATASET).prompts(), ROWS))
+    scored = [tokenizer.render(prompt.messages) for prompt in prompts[: len(TEXTS)]]
+    return {
+        "model": str(model_dir),
+        "dtype": dtype,
+        "threads": threads,
+        "groups": 2 if quick else 8,
+        "group_size": 2 if quick else 8,
+        "max_tokens": 8 if quick else 32,
+        "lr": 1e-6,
+        "seed": 0,
+        "reward": "final_number",
+        "dataset": DATASET,
+        "rows": [{"prompt": list(prompt.messages), "ground_truth": prompt.ground_truth} for prompt in prompts],
+        "score": [scored, [tokenizer.encode(text) for text in TEXTS]],
+    }
+
+
+def check_same(ours: Contestant, trl: Contestant, job: dict[str, Any]) -> float:
+    """Both compute the same: the prompt's ids, and in fp32 the logprobs. Returns the largest difference."""
+    if trl.ready["first_prompt"] != job["score"][0][0]:
+        raise PeerError(f"TRL reads the first prompt as {trl.ready['first_prompt']}, not {job['score'][0][0]}")
+    pairs = zip(itertools.chain(*ours.ready["scores"]), itertools.chain(*trl.ready["scores"]), strict=True)
+    difference = max(abs(a - b) for a, b in pairs)
+    if job["dtype"] == "float32" and not difference < TOLERANCE:
+        raise PeerError(f"logprobs of the same answers differ by {difference}; the two do not compute the same")
+    return difference
+
+
+def start_trl(job: dict[str, Any], weights: str) -> Contestant:
+    return Contestant("trl_step.py", {"name": "TRL", "weights": weights, **job}, python=trl_python())
+
+
+def fastest_weights(job: dict[str, Any]) -> tuple[str, dict[str, float]]:
+    """The dtype of weights with which TRL's second step takes least, and what each took."""
+    seconds = {}
+    for weights in TRL_WEIGHTS[job["dtype"]]:
+        with start_trl(job, weights) as trl:
+            seconds[weights] = [trl.ask({"step": "tried"})["step_s"] for _ in range(2)][-1]
+        note(f"TRL with weights in {weights}: {seconds[weights]:.2f} s a step")
+    return min(seconds, key=seconds.__getitem__), seconds
+
+
+def compare(name: str, job: dict[str, Any], rounds: int) -> None:
+    samples = job["groups"] * job["group_size"]
+    weights, tried = fastest_weights(job) if len(TRL_WEIGHTS[job["dtype"]]) > 1 else (job["dtype"], {})
+    with (
+        Contestant("penstock_step.py", {"name": "Penstock", **job}, python=our_python()) as ours,
+        start_trl(job, weights) as trl,
+    ):
+        difference = check_same(ours, trl, job)
+        both = {"ours": ours, "trl": trl}
+        for _ in take_turns(both, {"step": "warm"}, 1):
+            note(f"{name}: both are warm")
+        for contestant in both.values():
+            contestant.reset_peak_memory()
+        steps = []
+        for answers in take_turns(both, {"step": "timed"}, rounds):
+            steps.append(answers)
+            note(f"{name}: " + ", ".join(f"{who} {found['step_s']:.2f} s" for who, found in answers.items()))
+        memory = {who: contestant.peak_memory_mb() for who, contestant in both.items()}
+    detail: dict[str, Any] = {who: summary([answers[who] for answers in steps], samples) for who in both}
+    detail |= {"samples": samples, "threads": job["threads"], "logprob_difference": round(difference, 6)}
+    detail |= {"oneDNN": bf16_environment(trl_python()) or "as it is", "trl_weights": weights, "trl_tried_s": tried}
+    for figure, key in ((f"step.vs_trl.{name}", "step_s"), (f"train.vs_trl.{name}", "train_s")):
+        ratios = [answers["trl"][key] / answers["ours"][key] for answers in steps]
+        report(figure, statistics.median(ratios), ratios=[round(ratio, 3) for ratio in ratios], **detail)
+    if job["dtype"] == "float32":
+        detail_mb = {f"{who}_mb": round(found) for who, found in memory.items()}
+        report("step.rss_vs_trl", memory["ours"] / memory["trl"], **detail_mb)
+
+
+def summary(answers: list[dict[str, Any]], samples: int) -> dict[str, Any]:
+    """Medians over the rounds; tokens are those of the answers."""
+    median = {key: statistics.median(found[key] for found in answers) for key in ("step_s", "generate_s", "train_s")}
+    tokens = statistics.mean(found["answer_tokens"] for found in answers)
+    return {
+        **{key: round(seconds, 3) for key, seconds in median.items()},
+        "samples_per_s": round(samples / median["step_s"], 3),
+        "tokens_per_s": round(tokens / median["step_s"], 1),
+        "trained_tokens_per_s": round(tokens / median["train_s"], 1),
+        "tokens_per_answer": round(tokens / samples, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smoke run: 2 x 2 answers of 8 tokens, once")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="only this one")
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    rounds = 1 if arguments.quick else arguments.rounds
+    for name, dtype in (("fp32", "float32"), ("bf16", "bfloat16")):
+        if arguments.dtype in (None, name):
+            compare(name, make_job(dtype, arguments.quick, arguments.threads), rounds)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PeerError as error:
+        sys.exit(f"train_step: {error}")

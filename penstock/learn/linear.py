@@ -1,0 +1,126 @@
+"""Linear layers with a backward pass of their own: bfloat16 products where they are fast, gradients added in place.
+
+In bfloat16 a layer keeps a rounded copy of its weights, and only the operands of a product are rounded: sums, results
+and gradients are float32. A weight's gradient is added into its `.grad` by the product that makes it, without a
+temporary of the weight's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import Linear
+
+from penstock.models.bfloat16 import product
+
+
+class Gradients:
+    """Where `.grad` lies: the same memory in every step, because fresh pages for it cost as much as filling them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Tensor, Tensor] = {}
+
+    def add_product(self, parameter: Tensor, a: Tensor, b: Tensor) -> None:
+        """parameter.grad += a @ b."""
+        if parameter.grad is None:
+            parameter.grad = multiply(a, b, self._memory(parameter))
+        else:
+            multiply(a, b, parameter.grad, add=True)
+
+    def add(self, parameter: Tensor, values: Tensor) -> None:
+        if parameter.grad is None:
+            parameter.grad = self._memory(parameter).copy_(values)
+        else:
+            parameter.grad.add_(values)
+
+    def add_rows(self, parameter: Tensor, rows: Tensor, values: Tensor) -> None:
+        """parameter.grad[rows] += values; a row may come more than once."""
+        if parameter.grad is None:
+            parameter.grad = self._memory(parameter).zero_()
+        parameter.grad.index_add_(0, rows, values)
+
+    def clear(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
+    def _memory(self, parameter: Tensor) -> Tensor:
+        if parameter not in self._kept:
+            self._kept[parameter] = torch.empty_like(parameter, requires_grad=False)
+        return self._kept[parameter]
+
+
+class JoinedLinear:
+    """Linear layers that read the same input, their outputs side by side."""
+
+    def __init__(self, layers: list[Linear], dtype: torch.dtype, gradients: Gradients) -> None:
+        self.dtype = dtype
+        """Of the operands: bfloat16, or that of the weights."""
+        self._layers = layers
+        self._gradients = gradients
+        ends = torch.tensor([layer.out_features for layer in layers]).cumsum(0).tolist()
+        self._columns = [slice(end - layer.out_features, end) for layer, end in zip(layers, ends, strict=True)]
+        self._rounded: Tensor | None = None
+        if dtype == torch.bfloat16:
+            self._rounded = torch.empty(ends[-1], layers[0].in_features, dtype=dtype)
+        self.out_features: int = ends[-1]
+
+    def refresh(self) -> None:
+        """Round the weights as they are now."""
+        if self._rounded is not None:
+            for layer, columns in zip(self._layers, self._columns, strict=True):
+                self._rounded[columns].copy_(layer.weight.detach())
+
+    def forward(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        """x [tokens, in] of this layer's dtype -> float32 [tokens, out]; plus `add_to`, which is overwritten."""
+        out = x.new_empty(len(x), self.out_features, dtype=self._result_dtype) if add_to is None else add_to
+        if self._rounded is not None:
+            multiply(x, self._rounded.t(), out, add=add_to is not None)
+        for layer, columns in zip(self._layers, self._columns, strict=True):
+            if self._rounded is None:
+                multiply(x, layer.weight.detach().t(), out[:, columns], add=add_to is not None)
+            if layer.bias is not None:
+                out[:, columns] += layer.bias.detach()
+        return out
+
+    def backward(self, grad: Tensor, x: Tensor) -> Tensor:
+        """The gradient of x; those of weights and biases are added where they belong."""
+        rounded = grad.to(self.dtype)
+        for layer, columns in zip(self._layers, self._columns, strict=True):
+            self._gradients.add_product(layer.weight, rounded[:, columns].t(), x)
+            if layer.bias is not None:
+                self._gradients.add(layer.bias, grad[:, columns].sum(0))
+        return self.multiply_back(rounded)
+
+    def multiply_back(self, rounded: Tensor) -> Tensor:
+        """[tokens, out] of this layer's dtype times the weights: [tokens, in]."""
+        if self._rounded is not None:
+            return multiply(rounded, self._rounded)
+        first, *others = zip(self._layers, self._columns, strict=True)
+        result = multiply(rounded[:, first[1]], first[0].weight.detach())
+        for layer, columns in others:
+            multiply(rounded[:, columns], layer.weight.detach(), result, add=True)
+        return result
+
+    @property
+    def weight(self) -> Tensor:
+        """Of the first, which is the only one where this is asked."""
+        return self._layers[0].weight
+
+    @property
+    def gradients(self) -> Gradients:
+        return self._gradients
+
+    @property
+    def _result_dtype(self) -> torch.dtype:
+        return self._layers[0].weight.dtype
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+    """a @ b, written or added to `out`; of bfloat16 the result is float32."""
+    if a.dtype == torch.bfloat16:
+        return product(a, b, out, add=add)
+    if out is None:
+        return torch.mm(a, b)
+    return out.addmm_(a, b) if add else torch.mm(a, b, out=out)

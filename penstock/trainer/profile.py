@@ -1,0 +1,173 @@
+"""Where a run's time goes, on one timeline: `profile.json`, for chrome://tracing or ui.perfetto.dev.
+
+    trainer      every step, its stages and their parts, nested; those of `train` as the worker measured them
+    evaluation   beside the steps in a disaggregated run
+    <task>       each rollout of the task: waiting for the engine, then for its judge
+
+Off by default. `OFF` records nothing, and then engine and judgers are not wrapped at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, cast
+
+from penstock.judger import JudgerSet
+from penstock.judger.config import JudgerConfig
+from penstock.ports import Completion, Engine, GenerateRequest, Judger
+from penstock.rollout import Group, RolloutState, Unjudged, Verdict
+
+TRAINER, EVALUATION = "trainer", "evaluation"
+_PARTS = "seconds/"
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+class Profile:
+    """Records spans. Those of one lane follow or contain each other; those of a rollout carry its id."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._lanes: dict[str, int] = {}
+        self._ids = itertools.count(1)
+        self._events: list[dict[str, Any]] = []
+
+    def span(self, name: str, *, lane: str = TRAINER) -> AbstractContextManager[None]:
+        return self._span(name, lane)
+
+    def rollout(self, name: str, *, task: str, rollout_id: str) -> AbstractContextManager[None]:
+        """One of many at the same time; all of a task share a lane."""
+        return self._overlapping(name, task, rollout_id)
+
+    def parts_of(self, started: float, metrics: Mapping[str, float]) -> None:
+        """A worker's `seconds/<part>`, in the order it did them. Several micro-batches take turns; here they add up."""
+        parts = {name.removeprefix(_PARTS): s for name, s in metrics.items() if name.startswith(_PARTS)}
+        end = started + parts.pop("total", sum(parts.values()))
+        for name, seconds in parts.items():
+            # Each was measured within the total; rounding must not carry the last one out of it.
+            stopped = min(started + seconds, end)
+            self._add(name, started, stopped, TRAINER, {"micro_batches": metrics.get("micro_batches", 1.0)})
+            started = stopped
+
+    def wrap_engine(self, engine: Engine) -> Engine:
+        return cast(Engine, _TimedEngine(engine, self))
+
+    def judgers(self) -> JudgerSet:
+        return _TimedJudgers(self)
+
+    def write(self, path: Path) -> None:
+        """Raises OSError."""
+        names = [
+            {"name": "thread_name", "ph": "M", "pid": os.getpid(), "tid": tid, "args": {"name": lane}}
+            for lane, tid in self._lanes.items()
+        ]
+        # Of two that begin together the longer one comes first: it contains the other.
+        events = sorted(self._events, key=lambda event: (event["ts"], -event.get("dur", 0)))
+        path.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+    @contextlib.contextmanager
+    def _span(self, name: str, lane: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._add(name, started, time.perf_counter(), lane, {})
+
+    @contextlib.contextmanager
+    def _overlapping(self, name: str, task: str, rollout_id: str) -> Iterator[None]:
+        number = next(self._ids)
+        self._event("b", name, time.perf_counter(), task, cat=task, id=number, args={"rollout": rollout_id})
+        try:
+            yield
+        finally:
+            self._event("e", name, time.perf_counter(), task, cat=task, id=number)
+
+    def _add(self, name: str, started: float, ended: float, lane: str, arguments: Mapping[str, float]) -> None:
+        end = self._microseconds(ended)
+        self._event("X", name, started, lane, dur=end - self._microseconds(started), args=dict(arguments))
+
+    def _event(self, phase: str, name: str, at: float, lane: str, **fields: Any) -> None:
+        tid = self._lanes.setdefault(lane, len(self._lanes) + 1)
+        ts = self._microseconds(at)
+        self._events.append({"name": name, "ph": phase, "ts": ts, "pid": os.getpid(), "tid": tid, **fields})
+
+    def _microseconds(self, at: float) -> int:
+        return round((at - self._began) * 1e6)
+
+
+class _Off(Profile):
+    """Does nothing, and costs a call."""
+
+    def __init__(self) -> None:
+        pass
+
+    def span(self, name: str, *, lane: str = TRAINER) -> AbstractContextManager[None]:
+        return _NOTHING
+
+    def parts_of(self, started: float, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def wrap_engine(self, engine: Engine) -> Engine:
+        return engine
+
+    def judgers(self) -> JudgerSet:
+        return JudgerSet()
+
+    def write(self, path: Path) -> None:
+        pass
+
+
+OFF = _Off()
+
+
+class _TimedEngine:
+    """An engine whose answers are on the timeline; everything else is the engine itself."""
+
+    def __init__(self, engine: Engine, profile: Profile) -> None:
+        self._engine = engine
+        self._profile = profile
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        # A group's id is its task and a number.
+        task = request.group_id.rpartition(":")[0]
+        with self._profile.rollout("generate", task=task, rollout_id=request.request_id):
+            return await self._engine.generate(request)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+class _TimedJudgers(JudgerSet):
+    def __init__(self, profile: Profile) -> None:
+        super().__init__()
+        self._profile = profile
+
+    def get(self, config: JudgerConfig) -> Judger:
+        return _TimedJudger(super().get(config), self._profile)
+
+
+class _TimedJudger(Judger):
+    def __init__(self, judger: Judger, profile: Profile) -> None:
+        self._judger = judger
+        self._profile = profile
+        self.relative = judger.relative
+
+    async def judge(self, rollout: RolloutState) -> Verdict | Unjudged:
+        with self._profile.rollout("judge", task=rollout.task_name, rollout_id=rollout.rollout_id):
+            return await self._judger.judge(rollout)
+
+    async def judge_group(self, group: Group) -> list[Verdict | Unjudged]:
+        with self._profile.rollout("judge", task=group[0].task_name, rollout_id=group[0].group_id):
+            return await self._judger.judge_group(group)
+
+    def metrics(self) -> dict[str, float]:
+        return self._judger.metrics()
+
+    async def close(self) -> None:
+        await self._judger.close()

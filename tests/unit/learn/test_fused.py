@@ -1,0 +1,112 @@
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from penstock.learn.batch import TrainBatch, prepare_batch
+from penstock.learn.fused import FusedModel, can_fuse
+from penstock.learn.linear import Gradients
+from penstock.learn.load import LogprobModel
+from penstock.learn.logprobs import PlainModel
+from penstock.learn.pack import pack
+from penstock.rollout import Group
+
+RandomGroups = Callable[..., list[Group]]
+ModelOf = Callable[..., Any]
+SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}
+
+
+def _randomize(model: Any) -> Any:
+    """Norms and biases begin as ones and zeros, which would hide a mistake in them."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model
+
+
+def _step(
+    model: Any, way: LogprobModel, batch: TrainBatch, max_tokens: int
+) -> tuple[dict[tuple[int, int], tuple[float, float]], dict[str, Any]]:
+    """Logprob and entropy of every trained token, and the gradient of the logprobs weighted by advantages."""
+    model.zero_grad()
+    found = {}
+    for micro in pack(batch, max_tokens=max_tokens, share_prompts=way.share_prompts, one_row=way.one_row):
+        computed = way.logprobs(micro, batch.temperature)
+        (computed.logprobs * torch.from_numpy(micro.advantages)).sum().backward()
+        for answer, token, logprob, entropy in zip(
+            micro.answer_index, micro.token_index, computed.logprobs.tolist(), computed.entropy.tolist(), strict=True
+        ):
+            found[int(answer), int(token)] = (logprob, entropy)
+    return found, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def _long_and_short(random_groups: RandomGroups) -> TrainBatch:
+    """Answers of 1 to 60 tokens, so that attention has rows of several lengths; one group with holes in its mask."""
+    groups = [*random_groups(3, num_groups=4), *random_groups(5, num_groups=2, longest=60)]
+    batch = prepare_batch(groups, train_step=1, temperature=0.7)
+    rng = np.random.default_rng(0)
+    holes = [replace(a, mask=(rng.random(len(a.ids)) < 0.7).astype(np.uint8)) for a in batch.groups[0].answers]
+    return replace(batch, groups=[*batch.groups[1:], replace(batch.groups[0], answers=holes)])
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_fused_passes_have_the_logprobs_and_the_gradient_of_transformers(
+    tiny_model: ModelOf, random_groups: RandomGroups, kind: str, tied: bool
+) -> None:
+    model = _randomize(tiny_model(kind, tied=tied))
+    assert can_fuse(model)
+    batch = _long_and_short(random_groups)
+    expected, gradient = _step(model, PlainModel(model, Gradients(), share_prompts=False), batch, 10_000)
+    ways = [
+        (FusedModel(model, Gradients(), torch.float32), 10_000),
+        (FusedModel(model, Gradients(), torch.float32), 100),
+        (FusedModel(model, Gradients(), torch.float32, share_prompts=False), 300),
+        (FusedModel(model, Gradients(), torch.float32, activation_checkpointing=True), 300),
+    ]
+    for way, max_tokens in ways:
+        found, fused_gradient = _step(model, way, batch, max_tokens)
+        assert found.keys() == expected.keys()
+        for token, pair in found.items():
+            assert pair == pytest.approx(expected[token], abs=1e-4)
+        for name, value in fused_gradient.items():
+            largest = float(gradient[name].abs().max())
+            assert float((value - gradient[name]).abs().max()) <= 1e-4 * largest, name
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_fused_bfloat16_has_nearly_the_gradient_of_float32(
+    tiny_model: ModelOf, random_groups: RandomGroups, kind: str
+) -> None:
+    model = _randomize(tiny_model(kind))
+    batch = _long_and_short(random_groups)
+    _, exact = _step(model, FusedModel(model, Gradients(), torch.float32), batch, 300)
+    _, rounded = _step(model, FusedModel(model, Gradients(), torch.bfloat16), batch, 300)
+    for name, gradient in exact.items():
+        assert torch.cosine_similarity(gradient.flatten(), rounded[name].flatten(), dim=0) > 0.99, name
+
+
+def test_gradients_lie_in_the_same_memory_in_every_step(tiny_model: ModelOf, random_groups: RandomGroups) -> None:
+    model = tiny_model("llama")
+    batch = prepare_batch(random_groups(3, num_groups=4), train_step=1)
+    gradients = Gradients()
+    way = FusedModel(model, gradients, torch.float32)
+    _, first = _step(model, way, batch, 40)
+    places = {name: p.grad.data_ptr() for name, p in model.named_parameters()}
+    gradients.clear(model.parameters())
+    assert all(p.grad is None for p in model.parameters())
+    _, second = _step(model, way, batch, 40)
+    assert {name: p.grad.data_ptr() for name, p in model.named_parameters()} == places
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_what_the_fused_passes_do_not_know_goes_through_transformers() -> None:
+    gpt = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=64))
+    windowed = MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=4, pad_token_id=0))
+    gelu = LlamaForCausalLM(LlamaConfig(**SMALL, hidden_act="gelu"))
+    assert not any(can_fuse(model) for model in (gpt, windowed, gelu))
