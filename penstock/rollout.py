@@ -194,7 +194,7 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     """What was said: a tool's answer, or a finished generation up to its stop string."""
 
 
-class RolloutState(msgspec.Struct, kw_only=True):
+class RolloutState(msgspec.Struct, kw_only=True, gc=False):
     """One attempt at one prompt, from drawing to training. Identity is stable over retries and restarts."""
 
     prompt: Prompt

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from penstock.errors import IllegalTransition, LedgerError, NotReady
 from penstock.replay.accounting import TokenAccount
-from penstock.replay.lifecycle import Conservation, DiscardReason, GroupState, Lifecycle
+from penstock.replay.lifecycle import Conservation, DiscardReason, GroupState, Lifecycle, Transition
 from penstock.replay.restore import Restored
 from penstock.replay.shelf import Entry, Order, Shelf
 from penstock.replay.signal import Signal
@@ -367,21 +367,21 @@ class ReplayBuffer:
         cursor: int | None = None,
         detail: str = "",
     ) -> None:
-        transition = self._lifecycle.move(
+        transition = Transition(
             entry.group_id,
             entry.task,
             entry.state,
             target,
-            train_step=train_step,
-            reason=reason,
-            story=entry.tell,
-            sequence=entry.sequence,
-            draw=entry.draw,
-            tokens=entry.tokens,
-            statuses=entry.statuses,
-            wasted=entry.take_waste(),
-            detail=detail,
+            train_step,
+            reason,
+            entry.sequence,
+            entry.draw,
+            entry.tokens,
+            entry.statuses,
+            entry.take_waste(),
+            detail,
         )
+        self._lifecycle.move(transition, entry.tell)
         entry.state = target
         entry.story.append((target, train_step))
         self._storage.record(transition, entry.group if content or cursor is not None else None, cursor)

@@ -6,6 +6,7 @@ the group's state.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -55,36 +56,49 @@ class StoredDraw(msgspec.Struct, array_like=True, gc=False):
 
 
 _encoder = msgspec.msgpack.Encoder()
+_encode = _encoder.encode
 _draw_decoder = msgspec.msgpack.Decoder(StoredDraw)
 _rollouts_decoder = msgspec.msgpack.Decoder(list[StoredRollout])
 
 
 def encode_draw(group: Group) -> bytes:
-    return _encoder.encode(StoredDraw(group[0].prompt, [rollout.rollout_id for rollout in group]))
+    return _encode(StoredDraw(group[0].prompt, [rollout.rollout_id for rollout in group]))
+
+
+class RolloutsEncoder:
+    """Encodes the rollouts of groups, for one thread: a buffer that is used again need not grow for each of them."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def encode(self, group: Group) -> bytes:
+        _encoder.encode_into(
+            [
+                StoredRollout(
+                    rollout.rollout_id,
+                    (tokens := rollout.response).ids,
+                    tokens.logprobs,
+                    tokens.mask,
+                    tokens.steps,
+                    rollout.response_text,
+                    rollout.turns,
+                    rollout.finish_reason,
+                    rollout.reward,
+                    rollout.num_tries,
+                    rollout.infrastructure_failures,
+                    rollout.data_failures,
+                    rollout.group_generate_time_s,
+                    rollout.error,
+                )
+                for rollout in group
+            ],
+            self._buffer,
+        )
+        return bytes(self._buffer)
 
 
 def encode_rollouts(group: Group) -> bytes:
-    return _encoder.encode(
-        [
-            StoredRollout(
-                rollout.rollout_id,
-                rollout.response.ids,
-                rollout.response.logprobs,
-                rollout.response.mask,
-                rollout.response.steps,
-                rollout.response_text,
-                rollout.turns,
-                rollout.finish_reason,
-                rollout.reward,
-                rollout.num_tries,
-                rollout.infrastructure_failures,
-                rollout.data_failures,
-                rollout.group_generate_time_s,
-                rollout.error,
-            )
-            for rollout in group
-        ]
-    )
+    return RolloutsEncoder().encode(group)
 
 
 class StoredGroup(msgspec.Struct, frozen=True, gc=False):
@@ -129,10 +143,12 @@ class StoredGroup(msgspec.Struct, frozen=True, gc=False):
         return {"task_name": self.task, "group_id": self.group_id, "draw": self.draw}
 
 
-def encode_statuses(statuses: Sequence[Status]) -> str:
+@functools.lru_cache(maxsize=4096)
+def encode_statuses(statuses: tuple[Status, ...]) -> str:
     return "".join([_LETTERS[status] for status in statuses])
 
 
+@functools.lru_cache(maxsize=4096)
 def decode_statuses(letters: str) -> tuple[Status, ...]:
     return tuple([_STATUSES[letter] for letter in letters])
 
@@ -147,23 +163,30 @@ class ModelSteps(NamedTuple):
 
 
 def model_steps(group: Group) -> ModelSteps:
-    # A run is (model step, tokens), so the least run has the least step and the greatest the greatest.
-    runs = {rollout.response.steps for rollout in group}
-    runs.discard(())
-    if not runs:
+    made = {step for rollout in group for step, _ in rollout.response.steps}
+    if not made:
         return ModelSteps()
-    newest = [max(steps)[0] for steps in runs]
-    return ModelSteps(min([min(steps)[0] for steps in runs]), min(newest), max(newest))
+    if len(made) == 1:  # nearly always
+        (step,) = made
+        return ModelSteps(step, step, step)
+    newest = [max(rollout.response.steps)[0] for rollout in group if rollout.response.steps]
+    return ModelSteps(min(made), min(newest), max(made))
 
 
 def checksum(*columns: Column) -> int:
     """CRC-32 over a row's columns."""
-    return zlib.crc32(_encoder.encode(columns))
+    return zlib.crc32(_encode(columns))
+
+
+def seal(row: tuple[Column, ...]) -> tuple[Column, ...]:
+    """The row with its checksum."""
+    return (*row, zlib.crc32(_encode(row)))
 
 
 def content_checksum(content: bytes, *columns: Column) -> int:
-    crc = checksum(*columns)
+    crc = zlib.crc32(_encode(columns))
     # In pieces: over more than 5 KB zlib lets other threads run, and to get its turn back costs more than the sum.
+    view = memoryview(content)
     for start in range(0, len(content), 4096):
-        crc = zlib.crc32(content[start : start + 4096], crc)
+        crc = zlib.crc32(view[start : start + 4096], crc)
     return crc

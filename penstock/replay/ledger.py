@@ -21,7 +21,7 @@ import msgspec
 from penstock.errors import LedgerError, StorageError
 from penstock.replay import codec, schema, wal
 from penstock.replay.disk import Connection, Disk, SqliteDisk
-from penstock.replay.lifecycle import Transition
+from penstock.replay.lifecycle import GroupState, Transition
 from penstock.replay.lock import RunLock
 from penstock.replay.restore import Snapshot, check_lineage, last_event, read_snapshot
 from penstock.replay.writer import InlineWriter, ThreadWriter, Writer
@@ -31,6 +31,9 @@ LEDGER_FILE = "ledger.sqlite"
 LOCK_FILE = "ledger.lock"
 PRUNED_AT_ONCE = 256
 """Groups whose content is dropped in one transaction; bounds how long that makes a finished group wait."""
+
+STATE_NAMES = {state: state.value for state in GroupState}
+"""As plain strings: SQLite looks longer at a member of an enumeration."""
 
 Row = tuple[Any, ...]
 
@@ -43,7 +46,8 @@ class Write(msgspec.Struct, frozen=True, gc=False):
     source: str | None
     draw: Row | None = None
     rollouts: Row | None = None
-    cursor: Row | None = None
+    cursor: tuple[str, int] | None = None
+    """Without its checksum: only the last one of a transaction is written."""
     waste: tuple[Row, ...] = ()
     size: int = 0
 
@@ -92,6 +96,7 @@ class Ledger:
         self._position = last_event(connection)
         self._loaded = self._position == 0
         self._restart: Restart | None = None
+        self._rollouts = codec.RolloutsEncoder()
 
     @classmethod
     def open(
@@ -159,9 +164,8 @@ class Ledger:
         self._loaded = True
         if self._position:
             (number,) = self._connection.execute("SELECT coalesce(max(id), 0) + 1 FROM restores").fetchone()
-            row = (number, self._position, checkpoint_step, self._clock())
             # Recorded with the first move that follows from it: a restart that was refused leaves no trace.
-            self._restart = Restart((*row, codec.checksum(*row)))
+            self._restart = Restart(codec.seal((number, self._position, checkpoint_step, self._clock())))
         return snapshot
 
     def record(self, transition: Transition, group: Group | None = None, cursor: int | None = None) -> None:
@@ -211,40 +215,40 @@ class Ledger:
         self._ticket = self._writer.submit(job)
 
     def _encode(self, transition: Transition, group: Group | None, cursor: int | None) -> Write:
-        sequence, event = transition.sequence, self._position + 1
-        target, reason = transition.target.value, transition.reason.value if transition.reason else None
-        draw = rollouts = drawn_to = None
-        steps = codec.ModelSteps()
+        sequence, task, train_step = transition.sequence, transition.task, transition.train_step
+        event, tokens, target = self._position + 1, transition.tokens, STATE_NAMES[transition.target]
+        reason = transition.reason.value if transition.reason is not None else None
+        draw = rollouts = drawn_to = oldest = newest = None
         size = 0
         if cursor is not None:
             assert group is not None, "a draw brings its group"
             content = codec.encode_draw(group)
             draw = (sequence, content, codec.content_checksum(content, sequence))
-            drawn_to = (transition.task, cursor, codec.checksum(transition.task, cursor))
+            drawn_to = (task, cursor)
             size = len(content)
         elif group is not None:
-            steps = codec.model_steps(group)
-            content = codec.encode_rollouts(group)
-            limits = (steps.oldest, steps.oldest_newest)
-            rollouts = (sequence, content, *limits, codec.content_checksum(content, sequence, *limits))
+            oldest, oldest_newest, newest = codec.model_steps(group)
+            content = self._rollouts.encode(group)
+            crc = codec.content_checksum(content, sequence, oldest, oldest_newest)
+            rollouts = (sequence, content, oldest, oldest_newest, crc)
             size = len(content)
-        event_row = (
-            *(event, sequence, target, transition.train_step, self._clock(), reason),
-            *(transition.tokens, steps.oldest, steps.newest, transition.detail),
-        )
-        group_row = (
-            *(sequence, transition.group_id, transition.task, transition.draw, target, transition.train_step, reason),
-            *(transition.tokens, codec.encode_statuses(transition.statuses), event),
-        )
+        statuses = codec.encode_statuses(transition.statuses)
         return Write(
-            event=(*event_row, codec.checksum(*event_row)),
-            group=(*group_row, codec.checksum(*group_row)),
-            source=transition.source.value if transition.source else None,
-            draw=draw,
-            rollouts=rollouts,
-            cursor=drawn_to,
-            waste=tuple((event, why, tokens, codec.checksum(event, why, tokens)) for why, tokens in transition.wasted),
-            size=size,
+            codec.seal(
+                (event, sequence, target, train_step, self._clock(), reason, tokens, oldest, newest, transition.detail)
+            ),
+            codec.seal(
+                (
+                    *(sequence, transition.group_id, task, transition.draw),
+                    *(target, train_step, reason, tokens, statuses, event),
+                )
+            ),
+            STATE_NAMES[transition.source] if transition.source is not None else None,
+            draw,
+            rollouts,
+            drawn_to,
+            tuple([codec.seal((event, why, n)) for why, n in transition.wasted]) if transition.wasted else (),
+            size,
         )
 
 
@@ -266,31 +270,45 @@ def apply(connection: Connection, jobs: Sequence[Job]) -> None:
 
 
 def _apply_writes(connection: Connection, writes: Sequence[Write]) -> None:
-    """Table by table, which is several times faster than row by row; within a table the order is kept."""
-    connection.executemany(
-        "INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", [write.event for write in writes]
-    )
-    drawn = [write.group for write in writes if write.source is None]
-    if drawn:
-        connection.executemany("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", drawn)
-    moved = [(*write.group[4:], write.group[0], write.source) for write in writes if write.source is not None]
-    if moved:
-        before = connection.total_changes
-        connection.executemany(
-            """UPDATE groups SET state = ?, train_step = ?, reason = ?, tokens = ?, statuses = ?, event = ?, crc = ?
-               WHERE sequence = ? AND state = ?""",
-            moved,
-        )
-        if connection.total_changes - before != len(moved):
-            raise RuntimeError("a group in the ledger is not in the state that the buffer has it in")
+    """Table by table, which is several times faster than row by row; of what changes in place, the last of each."""
+    groups: dict[int, Write] = {}
+    sources: dict[int, str | None] = {}
+    for write in writes:
+        sequence = write.group[0]
+        groups[sequence] = write
+        sources.setdefault(sequence, write.source)
     for sql, rows in (
+        ("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", [write.event for write in writes]),
+        (
+            "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [groups[sequence].group for sequence, source in sources.items() if source is None],
+        ),
         ("INSERT INTO draws VALUES (?, ?, ?)", [write.draw for write in writes if write.draw]),
-        ("INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?)", [w.rollouts for w in writes if w.rollouts]),
-        ("INSERT OR REPLACE INTO cursors VALUES (?, ?, ?)", [write.cursor for write in writes if write.cursor]),
+        (
+            "INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?)",
+            list({write.rollouts[0]: write.rollouts for write in writes if write.rollouts}.values()),
+        ),
+        (
+            "INSERT OR REPLACE INTO cursors VALUES (?, ?, ?)",
+            [codec.seal(cursor) for cursor in dict([write.cursor for write in writes if write.cursor]).items()],
+        ),
         ("INSERT INTO waste VALUES (?, ?, ?, ?)", [row for write in writes for row in write.waste]),
     ):
         if rows:
             connection.executemany(sql, rows)
+    moved = [
+        (sequence, source, *groups[sequence].group[4:]) for sequence, source in sources.items() if source is not None
+    ]
+    if moved:
+        before = connection.total_changes
+        connection.executemany(
+            """UPDATE groups SET state = column3, train_step = column4, reason = column5, tokens = column6,
+                                 statuses = column7, event = column8, crc = column9
+               FROM (VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)) WHERE sequence = column1 AND state = column2""",
+            moved,
+        )
+        if connection.total_changes - before != len(moved):
+            raise RuntimeError("a group in the ledger is not in the state that the buffer has it in")
 
 
 def _apply_prune(connection: Connection, job: Prune) -> None:
@@ -301,8 +319,8 @@ def _apply_prune(connection: Connection, job: Prune) -> None:
            ORDER BY sequence LIMIT ?""",
         (job.after, job.checkpoint_step, PRUNED_AT_ONCE),
     ).fetchall()
-    connection.executemany("DELETE FROM draws WHERE sequence = ?", rows)
-    connection.executemany("DELETE FROM rollouts WHERE sequence = ?", rows)
+    connection.executemany("DELETE FROM draws WHERE sequence IN (VALUES (?))", rows)
+    connection.executemany("DELETE FROM rollouts WHERE sequence IN (VALUES (?))", rows)
     job.dropped = [sequence for (sequence,) in rows]
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import msgspec
 
@@ -108,26 +107,14 @@ class Lifecycle:
         self._states: dict[str, Counter[GroupState]] = {}
         self._discarded: dict[str, Counter[DiscardReason]] = {}
 
-    def move(
-        self,
-        group_id: str,
-        task: str,
-        source: GroupState | None,
-        target: GroupState,
-        *,
-        train_step: int = 0,
-        reason: DiscardReason | None = None,
-        story: Callable[[], str] = str,
-        **details: Any,
-    ) -> Transition:
-        """Check and count one move; `details` are further fields of the transition.
-
-        Raises IllegalTransition with the group's story.
-        """
+    def move(self, transition: Transition, story: Callable[[], str] = str) -> None:
+        """Check and count one move. Raises IllegalTransition with the group's story."""
+        source, target, reason, task = transition.source, transition.target, transition.reason, transition.task
         if target not in ALLOWED[source] or (target is GroupState.DISCARDED) != (reason is not None):
             raise IllegalTransition(
-                f"group {group_id!r} of task {task!r} cannot go from {source} to {target}"
-                f"{f' ({reason})' if reason else ''} at train step {train_step}. Its story: {story() or 'none yet'}"
+                f"group {transition.group_id!r} of task {task!r} cannot go from {source} to {target}"
+                f"{f' ({reason})' if reason else ''} at train step {transition.train_step}."
+                f" Its story: {story() or 'none yet'}"
             )
         states = self._states.get(task)
         if states is None:
@@ -140,7 +127,6 @@ class Lifecycle:
         states[target] += 1
         if reason is not None:
             self._discarded[task][reason] += 1
-        return Transition(group_id, task, source, target, train_step, reason, **details)
 
     def restore(
         self, states: Mapping[str, Mapping[GroupState, int]], discarded: Mapping[str, Mapping[DiscardReason, int]]

@@ -28,8 +28,8 @@ from penstock.replay.disk import Connection
 JobT = TypeVar("JobT", bound="Job")
 TakenJobT = TypeVar("TakenJobT", bound="Job", contravariant=True)
 
-MAX_JOBS_PER_TRANSACTION = 1024
-"""Bounds the time that one transaction makes the next job wait."""
+MAX_JOBS_PER_TRANSACTION = 512
+"""Bounds the time that one transaction makes the next job wait. As soon as so many are queued it begins."""
 
 LINGER_S = 0.002
 """How long a job that nobody waits for may lie, for others to share its fsync."""
@@ -140,9 +140,11 @@ class ThreadWriter(Generic[JobT]):
         self._path = path
         self._wait_timeout_s = wait_timeout_s
         self._max_queued_bytes = max_queued_bytes
-        self._condition = threading.Condition()
-        # Below: guarded by the condition.
-        self._queue: deque[JobT] = deque()
+        # The bare lock, where nothing is waited for: it is taken several times for each group.
+        self._lock = threading.Lock()
+        self._condition = threading.Condition(self._lock)
+        # Below: guarded by the lock.
+        self._queue: list[JobT] = []
         self._queued_bytes = 0
         self._submitted = 0
         self._durable = 0
@@ -159,7 +161,7 @@ class ThreadWriter(Generic[JobT]):
         self._thread.start()
 
     def submit(self, job: JobT) -> int:
-        with self._condition:
+        with self._lock:
             self._raise_failure()
             if self._closing:
                 raise StorageError(f"{self._path} is closed; nothing more can be recorded")
@@ -173,10 +175,13 @@ class ThreadWriter(Generic[JobT]):
             self._submitted += 1
             if len(self._queue) == 1:
                 self._condition.notify()
+            elif len(self._queue) == MAX_JOBS_PER_TRANSACTION:
+                self._hurry = True
+                self._condition.notify()
             return self._submitted
 
     async def wait(self, ticket: int) -> None:
-        with self._condition:
+        with self._lock:
             self._raise_failure()
             if self._durable >= ticket:
                 return
@@ -239,8 +244,8 @@ class ThreadWriter(Generic[JobT]):
             self._condition.wait_for(lambda: self._hurry or self._closing or self._cause is not None, LINGER_S)
             if self._cause is not None:
                 return []
-            jobs = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_JOBS_PER_TRANSACTION))]
-            self._queued_bytes -= sum(job.size for job in jobs)
+            jobs, self._queue = self._queue[:MAX_JOBS_PER_TRANSACTION], self._queue[MAX_JOBS_PER_TRANSACTION:]
+            self._queued_bytes -= sum([job.size for job in jobs])
             self._hurry = self._hurry and bool(self._queue)
             return jobs
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import IllegalTransition
-from penstock.replay import DiscardReason, GroupState, Lifecycle
+from penstock.replay import DiscardReason, GroupState, Lifecycle, Transition
 from penstock.replay.lifecycle import ALLOWED, Conservation
 
 S = GroupState
@@ -19,20 +19,21 @@ def test_a_move_that_the_diagram_does_not_have_is_refused_with_the_story(source:
     lifecycle = Lifecycle()
     reason = DiscardReason.FAILED if target is S.DISCARDED else None
     if target in ALLOWED[source]:
-        assert lifecycle.move("a:1", "a", source, target, reason=reason).target is target
+        lifecycle.move(Transition("a:1", "a", source, target, reason=reason))
+        assert lifecycle.count("a", target) == 1
     else:
         with pytest.raises(IllegalTransition, match=r"'a:1' of task 'a' cannot go .* Its story: drawn long ago"):
-            lifecycle.move("a:1", "a", source, target, reason=reason, story=lambda: "drawn long ago")
+            lifecycle.move(Transition("a:1", "a", source, target, reason=reason), lambda: "drawn long ago")
         assert lifecycle.conservation("a").drawn == 0
 
 
 def test_a_discard_needs_a_reason_and_nothing_else_has_one() -> None:
     lifecycle = Lifecycle()
-    lifecycle.move("a:1", "a", None, S.RUNNING)
+    lifecycle.move(Transition("a:1", "a", None, S.RUNNING))
     with pytest.raises(IllegalTransition):
-        lifecycle.move("a:1", "a", S.RUNNING, S.DISCARDED)
+        lifecycle.move(Transition("a:1", "a", S.RUNNING, S.DISCARDED))
     with pytest.raises(IllegalTransition):
-        lifecycle.move("a:1", "a", S.RUNNING, S.COMPLETED, reason=DiscardReason.FAILED)
+        lifecycle.move(Transition("a:1", "a", S.RUNNING, S.COMPLETED, reason=DiscardReason.FAILED))
 
 
 def test_what_is_discarded_stays_discarded() -> None:
@@ -52,7 +53,7 @@ def test_any_walk_through_the_diagram_conserves_the_groups(seed: int, moves: int
             continue
         target = rng.choice(sorted(ALLOWED[source]))
         reason = rng.choice(list(DiscardReason)) if target is S.DISCARDED else None
-        lifecycle.move(group, group[0], source, target, reason=reason)
+        lifecycle.move(Transition(group, group[0], source, target, reason=reason))
         states[group] = target
         lifecycle.conservation().check()
     for task in "ab":
