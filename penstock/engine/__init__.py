@@ -7,6 +7,7 @@ package imports no torch.
 torch_engine/  the embedded engine
 vllm.py        vLLM; vllm_answers.py is what a request becomes, vllm_environment.py what vLLM finds when it starts
 process.py     an engine in its own process; frames.py, remote.py and server.py are the wire between them
+requests.py    what every engine refuses, and the answers that need no model
 controller.py  the one door; routing.py gives requests to engines, health.py knows their state, recovery.py brings
                them back
 """

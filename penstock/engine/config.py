@@ -150,12 +150,14 @@ class RolloutControllerConfig(Config):
     start_timeout_s: float = pydantic.Field(default=300.0, gt=0)
     """For an engine to start, load its model and the current weights."""
     unavailable_timeout_s: float = pydantic.Field(default=45.0, gt=0)
-    """How long requests wait when no engine is active; then the run stops."""
+    """How long requests wait when no engine is active; then the run stops. An engine whose first restart is still
+    under way is waited for, at most `start_timeout_s`."""
     probe_interval_s: float = pydantic.Field(default=2.0, gt=0)
     probe_retry_s: float = pydantic.Field(default=0.5, gt=0)
     """From a failed health check to the next."""
     probe_timeout_s: float = pydantic.Field(default=10.0, gt=0)
-    """An engine answers after its current step: longer than the longest step."""
+    """An engine answers after its current step: longer than the longest step. One that made tokens since the last
+    health check may be late."""
     failures_to_fence: int = pydantic.Field(default=3, ge=1)
     """Failed health checks, or failed requests, in a row."""
     recovery_retry_s: float = pydantic.Field(default=2.0, gt=0)

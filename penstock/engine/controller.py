@@ -19,6 +19,7 @@ from penstock.agent_loop.base import check_completion
 from penstock.engine.config import RolloutControllerConfig
 from penstock.engine.health import DEAD, EngineState, Fleet, Member
 from penstock.engine.recovery import supervise
+from penstock.engine.requests import ABORTED
 from penstock.engine.routing import Router
 from penstock.errors import ConfigError, InfrastructureFailure, PenstockError, WeightSyncError
 from penstock.ports import (
@@ -31,11 +32,9 @@ from penstock.ports import (
     PauseMode,
     WeightSource,
 )
-from penstock.rollout import FinishReason
 from penstock.weights.confirm import load_confirmed
 
 MAX_REROUTES = 2
-_NOTHING = Completion(ids=b"", logprobs=b"", finish_reason=FinishReason.ABORT, steps=())
 
 
 class RolloutController:
@@ -75,10 +74,10 @@ class RolloutController:
         failed: list[str] = []
         while True:
             if self._fleet.pause == "abort" or request.request_id in self._aborted:
-                return _NOTHING
+                return ABORTED
             member = await self._router.take_place(request, failed)
             if member is None:
-                return _NOTHING
+                return ABORTED
             try:
                 return await self._ask(member, request)
             except InfrastructureFailure:
@@ -208,27 +207,25 @@ class RolloutController:
         """
         self._start()
         async with self._syncing:
-            await self._until_active()
+            await self._until(lambda: self._can_load)
             try:
                 return await self._sync_once(source, model_step)
             except WeightSyncError:
                 if self._fleet.active:
                     raise
                 # All of them died; whichever comes back is given these weights.
-                await self._until_active()
+                await self._until(lambda: self._can_load)
                 return await self._sync_once(source, model_step)
 
     async def _sync_once(self, source: WeightSource, model_step: int) -> LoadedWeights:
-        fleet = self._fleet
-        members = [member for member in fleet.members if member in fleet.active or member.awaits_weights]
+        fleet, members = self._fleet, self._can_load
         fleet.begin_sync(members, model_step)
         try:
             failures = await self._load_into(members, source, model_step)
             if len(failures) == len(members):
                 story = "; ".join(f"{member.name}: {failure}" for member, failure in failures.items())
                 raise WeightSyncError(f"weights {model_step}: no engine confirmed them. {story}")
-            fleet.history.append(model_step)
-            fleet.kept = source if isinstance(source, KeptWeights) else None
+            fleet.publish(model_step, source)
             for member, failure in failures.items():
                 fleet.fence(member, failure)
         except asyncio.CancelledError:
@@ -284,7 +281,7 @@ class RolloutController:
         if not self._fleet.active and any(member.last_failure for member in self._fleet.members):
             raise InfrastructureFailure(f"no engine is active: {self._fleet.describe()}", reason="no_engine")
         try:
-            await self._until_active()
+            await self._until(lambda: self._fleet.active)
         except PenstockError as error:
             raise InfrastructureFailure(str(error), reason="no_engine") from error
         if not any(await asyncio.gather(*map(self._is_well, self._fleet.active))):
@@ -369,8 +366,12 @@ class RolloutController:
                 for member in self._fleet.members
             ]
 
-    async def _until_active(self) -> None:
-        while not self._fleet.active:
+    @property
+    def _can_load(self) -> list[Member]:
+        return [member for member in self._fleet.members if self._fleet.is_active(member) or member.awaits_weights]
+
+    async def _until(self, found: Callable[[], list[Member]]) -> None:
+        while not found():
             if self._fleet.unavailable is not None:
                 raise self._fleet.unavailable
             await self._fleet.changed.wait()

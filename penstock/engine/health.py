@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from penstock.engine.config import RolloutControllerConfig
 from penstock.errors import EngineUnavailable
-from penstock.ports import Engine, EngineStats, KeptWeights, PauseMode
+from penstock.ports import Engine, EngineStats, KeptWeights, PauseMode, WeightSource
 
 DEAD = frozenset({"engine_died", "engine died", "engine_closed", "engine closed"})
 """Reasons of failures after which nothing more can come from an engine; they need no series."""
@@ -43,7 +43,11 @@ class Member:
         """Set when its supervisor should look at it now."""
         self.request_failures = 0
         self.probe_failures = 0
+        self.failed_recoveries = 0
+        """Since it was last active."""
         self.stats = EngineStats()
+        self.tokens_seen = 0
+        """At its last health check."""
         self.tokens_before = 0
         """Made by processes of this engine that are gone."""
         self.times_fenced = 0
@@ -53,6 +57,7 @@ class Member:
         """Its process is replaced: the count of tokens goes on."""
         self.tokens_before += self.stats.generated_tokens
         self.stats = EngineStats()
+        self.tokens_seen = 0
 
     def enter(self, scope: asyncio.Timeout) -> None:
         self._scopes.add(scope)
@@ -94,6 +99,8 @@ class Fleet:
         """Set, and replaced, whenever an engine changes its state or the fleet gives up."""
         self.on_change: Callable[[], None] = lambda: None
         self._alarm: asyncio.TimerHandle | None = None
+        self._overdue = False
+        """The alarm rang. An engine that is being restarted for the first time is waited for all the same."""
         self._starting = False
         """No engine was active yet, and not all have failed."""
         self._stopped = False
@@ -129,9 +136,14 @@ class Fleet:
             member.loading = True
 
     def end_sync(self, members: list[Member]) -> None:
+        """The supervisors of those that lacked weights look at them again."""
         for member in members:
-            member.loading = False
+            member.loading = member.awaits_weights = False
         self.loading_step = None
+        if not self.active:
+            self.unavailable = None
+            self._set_alarm(self.config.unavailable_timeout_s)
+            self._note_no_return()
         self.load_ended.set()
         self.next_sync.set()
         self.next_sync = asyncio.Event()
@@ -152,7 +164,7 @@ class Fleet:
 
     def activate(self, member: Member) -> None:
         member.state = EngineState.ACTIVE
-        member.request_failures = member.probe_failures = 0
+        member.request_failures = member.probe_failures = member.failed_recoveries = 0
         member.awaits_weights = False
         member.attention.clear()
         self.unavailable = None
@@ -163,18 +175,32 @@ class Fleet:
     def stays_fenced(self, member: Member, failure: str) -> None:
         """A recovery failed; another will be tried."""
         member.state = EngineState.FENCED
+        member.failed_recoveries += 1
+        member.awaits_weights = False
         member.last_failure = failure
-        if self._starting and all(other.last_failure for other in self.members):
-            self._set_alarm(self.config.unavailable_timeout_s)
+        self._note_no_return()
         self.notify()
 
+    def lacks_weights(self, member: Member, served: int) -> None:
+        """Alive, with other weights than the published, which nobody kept: the next sync brings it back."""
+        member.awaits_weights = True
+        member.last_failure = f"serves model step {served}, not {self.published}; only a weight sync can change that"
+        self._note_no_return()
+        self.notify()
+
+    def publish(self, model_step: int, source: WeightSource) -> None:
+        """At least one engine confirmed them."""
+        self.history.append(model_step)
+        self.kept = source if isinstance(source, KeptWeights) else None
+
     def retire(self, member: Member, failure: str) -> None:
-        """It cannot come back. When none can, nobody waits any longer."""
+        """It cannot come back."""
         member.state = EngineState.FENCED
         member.gone = True
+        member.awaits_weights = False
         member.last_failure = failure
-        if all(other.gone for other in self.members):
-            self._give_up()
+        self._note_no_return()
+        self.notify()
 
     def notify(self) -> None:
         self.changed.set()
@@ -184,16 +210,32 @@ class Fleet:
     def describe(self) -> str:
         return "; ".join(member.describe() for member in self.members)
 
+    def _note_no_return(self) -> None:
+        """Called when one does not come back, or not yet."""
+        awaiting = [member for member in self.members if member.awaits_weights and self.loading_step is None]
+        if all(member.gone or member in awaiting for member in self.members):
+            self._give_up()  # none comes back by itself, so nobody waits any longer
+        elif self._overdue:
+            self._give_up_unless_one_may_come()
+        elif self._starting and all(other.last_failure for other in self.members):
+            self._set_alarm(self.config.unavailable_timeout_s)
+
     def _set_alarm(self, timeout_s: float) -> None:
         self._starting = False
         self._stop_alarm()
         if not self._stopped:
-            self._alarm = asyncio.get_running_loop().call_later(timeout_s, self._give_up)
+            self._alarm = asyncio.get_running_loop().call_later(timeout_s, self._give_up_unless_one_may_come)
 
     def _stop_alarm(self) -> None:
+        self._overdue = False
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
+
+    def _give_up_unless_one_may_come(self) -> None:
+        self._overdue = True
+        if all(member.failed_recoveries or member.gone or member.awaits_weights for member in self.members):
+            self._give_up()
 
     def _give_up(self) -> None:
         if self.active:

@@ -1,7 +1,8 @@
 """Watches one engine while it is active and brings it back when it is not. One task per engine.
 
 recover:  restart -> health check -> current weights -> pause and sleep like the others -> ACTIVE
-watch:    a health check every few seconds; a failed series, or other weights than the published, fences
+watch:    a health check every few seconds; a failed series, or other weights than the published, fences; one that
+          makes tokens and answers late is slow, not sick
 """
 
 from __future__ import annotations
@@ -75,8 +76,7 @@ async def _bring_to_published(member: Member, fleet: Fleet) -> None:
             member.awaits_weights = False
             return
         if kept is None:
-            member.last_failure = f"serves model step {served}; {published} comes with the next weight sync"
-            member.awaits_weights = True
+            fleet.lacks_weights(member, served)
             raise _AwaitsWeights
         await load_confirmed(member.engine, kept, published, kept.checksum)
 
@@ -107,10 +107,13 @@ async def _watch(member: Member, fleet: Fleet) -> None:
             return
         if member.loading:
             continue
+        tokens_before = member.tokens_seen
         try:
             async with asyncio.timeout(config.probe_timeout_s):
                 await _probe(member, fleet)
         except TimeoutError:
+            if member.tokens_seen > tokens_before:
+                continue  # it makes tokens, so it lives: its steps are long on a busy machine
             _probe_failed(member, fleet, f"no answer to a health check within {config.probe_timeout_s:g} s")
         except InfrastructureFailure as failure:
             _probe_failed(member, fleet, _story(failure), dead=failure.reason in DEAD)
@@ -129,12 +132,12 @@ def _probe_failed(member: Member, fleet: Fleet, failure: str, *, dead: bool = Fa
 
 async def _probe(member: Member, fleet: Fleet) -> None:
     before = fleet.published
+    member.stats = await member.engine.stats()
+    member.tokens_seen = member.stats.generated_tokens
     await member.engine.check_health()
     served = await member.engine.model_step()
     if served != fleet.published and before == fleet.published and not member.loading:
         fleet.fence(member, f"serves model step {served}; published is {fleet.published}")
-        return
-    member.stats = await member.engine.stats()
 
 
 def _story(error: Exception) -> str:

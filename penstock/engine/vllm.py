@@ -42,18 +42,18 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from penstock.engine.config import VllmEngineConfig
-from penstock.engine.vllm_answers import Answer, Stopwatch, StraddlingStop, check_request, seed_of, step_of
+from penstock.engine.requests import ABORTED, FULL, check_request
+from penstock.engine.vllm_answers import Answer, Stopwatch, StraddlingStop, seed_of, step_of
 from penstock.engine.vllm_environment import WITHOUT_AMX, die_with_parent
 from penstock.errors import DataFailure, InfrastructureFailure, RunError, WeightSyncError
 from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, PauseMode, Tokenizer, WeightSource
-from penstock.rollout import FinishReason, unpack_ids
+from penstock.rollout import unpack_ids
 from penstock.weights.stored import DiskWeights, SharedMemoryWeights, StoredWeights
 
 BACKEND = "penstock"
 CORE_DIED = 70
 """How this process ends when vLLM's own has ended."""
 _END_RETRY_S = 0.05
-_NOTHING = Completion(ids=b"", logprobs=b"", finish_reason=FinishReason.ABORT, steps=())
 
 
 def build_engine(config: VllmEngineConfig, model_dir: str, tokenizer: Tokenizer) -> VllmEngine:
@@ -112,9 +112,9 @@ class VllmEngine:
         self._check_weights()
         given = unpack_ids(request.response_ids)
         if len(given) >= request.params.max_tokens:
-            return Completion(ids=b"", logprobs=b"", finish_reason=FinishReason.LENGTH, steps=())
+            return FULL
         if self._pause == "abort":
-            return _NOTHING
+            return ABORTED
         answer = Answer(request.request_id)
         self._live.add(answer)
         self._note_work()

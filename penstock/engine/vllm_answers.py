@@ -1,4 +1,4 @@
-"""What one request to vLLM becomes: its check, its seed, its answer as it arrives. Nothing here imports vLLM."""
+"""What one request to vLLM becomes: its seed, its answer as it arrives. Nothing here imports vLLM."""
 
 from __future__ import annotations
 
@@ -8,36 +8,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from penstock.errors import DataFailure, InfrastructureFailure
-from penstock.ports import Completion, GenerateRequest, Tokenizer
-from penstock.rollout import FinishReason, pack_ids, pack_logprobs, unpack_ids
+from penstock.errors import InfrastructureFailure
+from penstock.ports import Completion, Tokenizer
+from penstock.rollout import FinishReason, pack_ids, pack_logprobs
 
 _FINISH = {str(reason): reason for reason in FinishReason}
 INITIAL_VERSION = "default"
 """What vLLM calls the weights it started with: model step 0."""
-
-
-def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int) -> None:
-    """Raises DataFailure for what vLLM could not serve."""
-    prompt, given = unpack_ids(request.prompt_ids), unpack_ids(request.response_ids)
-    name = f"request {request.request_id}"
-    if not len(prompt):
-        raise DataFailure(f"{name}: the prompt is empty; it needs at least one token", reason="empty prompt")
-    length = len(prompt) + max(request.params.max_tokens, len(given))
-    if length > max_context:
-        raise DataFailure(
-            f"{name}: {len(prompt)} prompt tokens and max_tokens {request.params.max_tokens} are {length}; "
-            f"the context is {max_context}. Lower max_tokens or drop long prompts.",
-            reason="context too long",
-        )
-    for ids in (prompt, given, np.asarray(request.params.stop_token_ids, dtype=np.int64)):
-        if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
-            raise DataFailure(
-                f"{name}: ids go from {ids.min()} to {ids.max()}; the model knows 0 to {vocab_size - 1}",
-                reason="token outside vocabulary",
-            )
 
 
 def seed_of(seed: int, first_uniform: int) -> int:

@@ -25,6 +25,8 @@ class LossConfig(Config):
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: float = Field(default=0.2, gt=0)
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]; a higher clip_high lets rare tokens grow."""
+    ratio_cap: float | None = Field(default=3.0, gt=1)
+    """Of `ppo`: the most a token with a negative advantage counts, as a multiple of that advantage. None: no bound."""
     aggregation: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
     """How token losses become one: each token counts the same, each answer counts the same, or (Dr.GRPO) the sum over
     an answer divided by `constant_length`, then the mean over answers."""

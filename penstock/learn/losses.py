@@ -51,10 +51,17 @@ LossFunction = Callable[[LossTokens, LossConfig], LossTerms]
 
 
 def ppo(tokens: LossTokens, config: LossConfig) -> LossTerms:
-    """-min(ratio * A, clipped ratio * A), the ratio clipped to [1 - clip_low, 1 + clip_high]."""
+    """-min(ratio * A, clipped ratio * A), the ratio clipped to [1 - clip_low, 1 + clip_high].
+
+    For A < 0 that minimum has no bound: one token that the trainer finds a hundred times as likely as the engine did
+    would outweigh the whole batch. `ratio_cap` bounds it there (dual clip).
+    """
     ratio = (tokens.logprobs - tokens.old_logprobs).exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     loss = -torch.minimum(ratio * tokens.advantages, clipped * tokens.advantages)
+    if config.ratio_cap is not None:
+        bound = -config.ratio_cap * tokens.advantages
+        loss = torch.where(tokens.advantages < 0, torch.minimum(loss, bound), loss)
     shares = {
         "clip_fraction_low": ((ratio < 1 - config.clip_low) & (tokens.advantages < 0)).float(),
         "clip_fraction_high": ((ratio > 1 + config.clip_high) & (tokens.advantages > 0)).float(),

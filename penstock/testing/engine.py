@@ -89,8 +89,10 @@ class ScriptedEngine:
         self._line: collections.deque[_Serving] = collections.deque()
         self._slots: dict[_Serving, None] = {}
         self._generated = 0
+        self._closed = False
 
     async def generate(self, request: GenerateRequest) -> Completion:
+        await self.check_health()
         if self._paused == "abort":
             return Completion(ids=b"", logprobs=b"", finish_reason=FinishReason.ABORT, steps=())
         self.served[request.request_id] += 1
@@ -154,23 +156,33 @@ class ScriptedEngine:
         return self._model_step
 
     async def check_health(self) -> None:
-        pass
+        if self._closed:
+            raise _closed()
 
     async def stats(self) -> EngineStats:
-        return EngineStats(running=len(self._slots), waiting=len(self._line), generated_tokens=self._generated)
+        generated = self._generated + sum(self._made_since_then(serving) for serving in self._slots)
+        return EngineStats(running=len(self._slots), waiting=len(self._line), generated_tokens=generated)
 
     async def close(self) -> None:
-        pass
+        self._closed = True
+        for serving in [*self._slots, *self._line]:
+            self._freeze(serving)
+            if not serving.done.done():
+                serving.done.set_exception(_closed())
 
     # Inside.
 
     def _answer(self, request: GenerateRequest) -> Sequence[int]:
         if self.script.answers is not None:
-            return self.script.answers(request)
-        length = max(1, round(self.script.length(random.Random(request.seed))))
-        letters = 97 + (request.seed % 9973 + 7 * np.arange(length)) % 26
-        letters[-1] = END
-        return letters.tolist()
+            answer = self.script.answers(request)
+        else:
+            length = max(1, round(self.script.length(random.Random(request.seed))))
+            letters = 97 + (request.seed % 9973 + 7 * np.arange(length)) % 26
+            letters[-1] = END
+            answer = letters.tolist()
+        stops = request.params.stop_token_ids
+        end = next((place + 1 for place, token in enumerate(answer) if token in stops), None) if stops else None
+        return answer[:end]
 
     def _draw_fault(self, rng: random.Random) -> str:
         at = rng.random()
@@ -204,12 +216,17 @@ class ScriptedEngine:
         if serving.timer is not None:
             serving.timer.cancel()
             serving.timer = None
+        if serving.since is not None:
+            self._make(serving, self._made_since_then(serving))
+            serving.since = None
+
+    def _made_since_then(self, serving: _Serving) -> int:
+        """Tokens of this request that are not counted yet."""
         if serving.since is None:
-            return
+            return 0
         seconds = asyncio.get_running_loop().time() - serving.since
         last = min(len(serving.answer), serving.request.params.max_tokens)
-        self._make(serving, max(0, min(int(seconds * serving.tokens_per_s), last - serving.made)))
-        serving.since = None
+        return max(0, min(int(seconds * serving.tokens_per_s), last - serving.made))
 
     def _make(self, serving: _Serving, n: int) -> None:
         serving.made += n
@@ -242,6 +259,10 @@ class ScriptedEngine:
             self._fill_slots()
         elif serving in self._line:
             self._line.remove(serving)
+
+
+def _closed() -> InfrastructureFailure:
+    return InfrastructureFailure("the scripted engine was closed", reason="engine_closed")
 
 
 def _completion(serving: _Serving, finish_reason: FinishReason) -> Completion:

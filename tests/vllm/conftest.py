@@ -68,20 +68,31 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start(run: Run, model_dir: Path) -> Iterator[Callable[..., ProcessEngine]]:
-    """Start vLLM with the tiny model; returns when it serves."""
+def make(run: Run, model_dir: Path) -> Iterator[Callable[..., ProcessEngine]]:
+    """An engine with the tiny model, which starts with its first call."""
     engines: list[ProcessEngine] = []
 
-    def started(**fields: Any) -> ProcessEngine:
+    def made(**fields: Any) -> ProcessEngine:
         config = VllmEngineConfig(
             **{"dtype": "float32", "max_running": 6, "max_context": 2048, "kv_cache_gb": 0.1, **fields}
         )
         engine = config.build(str(model_dir), CharacterTokenizer(), threads=1)
         assert isinstance(engine, ProcessEngine)
         engines.append(engine)
+        return engine
+
+    yield made
+    for engine in engines:
+        run(engine.close())
+
+
+@pytest.fixture(scope="session")
+def start(run: Run, make: Callable[..., ProcessEngine]) -> Callable[..., ProcessEngine]:
+    """The same, started; returns when it serves."""
+
+    def started(**fields: Any) -> ProcessEngine:
+        engine = make(**fields)
         run(engine.check_health())
         return engine
 
-    yield started
-    for engine in engines:
-        run(engine.close())
+    return started

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,6 +13,7 @@ from engine_contract import (
     CONTRACT,
     LONG,
     PROMPTS,
+    AsNew,
     CharacterTokenizer,
     Subject,
     Tensors,
@@ -25,40 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.engine.process import ProcessEngine
 from penstock.errors import DataFailure
-from penstock.ports import EngineStats
 from penstock.rollout import FinishReason
-
-
-class AsNew:
-    """A running engine that looks new to each check, which would otherwise wait for vLLM to start."""
-
-    def __init__(self, engine: ProcessEngine, weights: Tensors) -> None:
-        self._engine = engine
-        self._weights = weights
-        self._made_before: int | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def again(self) -> AsNew:
-        self._made_before = None
-        return self
-
-    async def generate(self, request: Any) -> Any:
-        await self.stats()
-        return await self._engine.generate(request)
-
-    async def stats(self) -> EngineStats:
-        stats = await self._engine.stats()
-        if self._made_before is None:
-            self._made_before = stats.generated_tokens
-        return msgspec.structs.replace(stats, generated_tokens=stats.generated_tokens - self._made_before)
-
-    async def close(self) -> None:
-        await self._engine.pause_generation("abort")
-        if await self._engine.model_step() != 0:
-            await self._engine.load_weights(self._weights, 0)
-        await self._engine.continue_generation()
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +62,6 @@ def test_the_contract(
 ) -> None:
     reused = AsNew(engine, Tensors(model.state_dict()))
     run(check(subject_of(model, reused.again)))  # type: ignore[arg-type]
-
-
-def test_closing_fails_what_is_pending_and_all_that_comes_later(
-    run: Callable[..., Any], start: Callable[..., ProcessEngine], model: Any
-) -> None:
-    engine = start()
-    run(closing_fails_what_is_pending_and_all_that_comes_later(subject_of(model, lambda: engine)))  # type: ignore[arg-type]
 
 
 def test_a_stop_string_that_begins_before_the_continuation_is_found(
@@ -151,3 +111,10 @@ def test_more_prompt_tokens_than_one_step_computes_do_not_end_the_engine(
                 assert len(ids_of(await completion)) == 4
 
     run(check())
+
+
+def test_closing_fails_what_is_pending_and_all_that_comes_later(
+    run: Callable[..., Any], engine: ProcessEngine, model: Any
+) -> None:
+    """The last of this file: it closes the engine that the others share."""
+    run(closing_fails_what_is_pending_and_all_that_comes_later(subject_of(model, lambda: engine)))

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ from penstock.engine import VllmEngineConfig
 from penstock.models import load_tokenizer, resolve_model
 from penstock.ports import GenerateRequest
 from penstock.rollout import FinishReason, SampleParams, pack_ids, unpack_ids
+
+NUM_REQUESTS = 64
 
 CONFIG = """
     from penstock.agent_loop import SingleTurnAgentLoopConfig
@@ -78,11 +79,13 @@ def test_a_short_run_learns_and_its_metrics_tell_of_staleness_mismatch_and_sync(
     assert any("time/sync" in key for line in steps for key in line), sorted(steps[0])
 
 
-def test_smollm2_pauses_within_a_step_and_its_logprobs_are_near_the_trainers(run: Callable[..., Any]) -> None:
+def test_smollm2_hands_back_every_token_when_paused_and_its_logprobs_are_near_the_trainers(
+    run: Callable[..., Any],
+) -> None:
     directory = resolve_model("smollm2-135m")
     tokenizer = load_tokenizer(directory)
     prompt = tokenizer.render([{"role": "user", "content": "Count from 1 to 100."}])
-    engine = VllmEngineConfig(dtype="bfloat16", max_running=256, max_context=512).build(
+    engine = VllmEngineConfig(dtype="bfloat16", max_running=NUM_REQUESTS, max_context=512).build(
         str(directory), tokenizer, threads=1
     )
 
@@ -94,15 +97,10 @@ def test_smollm2_pauses_within_a_step_and_its_logprobs_are_near_the_trainers(run
         await engine.check_health()
         answers = await asyncio.gather(*(engine.generate(request(i, 24)) for i in range(8)))
         before = (await engine.stats()).generated_tokens
-        tasks = [asyncio.create_task(engine.generate(request(i, 400))) for i in range(256)]
-        await has_made(engine, before + 256)
-        started = time.perf_counter()
-        await has_made(engine, (await engine.stats()).generated_tokens + 1)
-        stepped = time.perf_counter()
+        tasks = [asyncio.create_task(engine.generate(request(i, 400))) for i in range(NUM_REQUESTS)]
+        await has_made(engine, before + NUM_REQUESTS)
         await engine.pause_generation("abort")
-        paused = time.perf_counter() - stepped
         completions = await asyncio.gather(*tasks)
-        print(f"\npause with 256 requests of SmolLM2: {paused:.3f} s; the step before took {stepped - started:.3f} s")
         assert FinishReason.ABORT in {completion.finish_reason for completion in completions}
         made = sum(len(completion.ids) // 4 for completion in completions)
         assert made == (await engine.stats()).generated_tokens - before

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 from engine_contract import LONG, PROMPTS, ask, has_made, ids_of
 
 from penstock.engine import RolloutControllerConfig
+from penstock.engine.controller import RolloutController
 from penstock.engine.process import ProcessEngine
 from penstock.errors import InfrastructureFailure
 from penstock.learn import TrainWorkerConfig
@@ -24,7 +23,7 @@ from penstock.rollout import FinishReason
 from penstock.weights import DiskChannel, SharedMemoryChannel
 
 NUM_REQUESTS = 256
-DEADLINE = 240.0
+DEADLINE = 280.0
 """For a test that starts vLLM again on a busy machine."""
 
 
@@ -109,6 +108,14 @@ def processes_of(engine: ProcessEngine) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
 
 
+def kill_the_model_of(engine: ProcessEngine) -> None:
+    """vLLM's own process, the one that holds the model."""
+    models = [process for process in processes_of(engine)[1:] if process.memory_info().rss > 200 << 20]
+    assert models, "no process of vLLM's holds the model"
+    for process in models:
+        process.kill()
+
+
 def test_killed_it_takes_its_processes_along_and_a_restart_begins_at_step_0(
     run: Callable[..., Any], engine: ProcessEngine, worker: TorchTrainWorker
 ) -> None:
@@ -135,8 +142,6 @@ def test_killed_it_takes_its_processes_along_and_a_restart_begins_at_step_0(
 def test_the_controller_restarts_it_with_the_current_weights_and_finishes_what_it_served(
     run: Callable[..., Any], engine: ProcessEngine, worker: TorchTrainWorker
 ) -> None:
-    """vLLM's own process is killed, the one that holds the model."""
-
     async def check() -> None:
         limits = RolloutControllerConfig(unavailable_timeout_s=DEADLINE, start_timeout_s=DEADLINE)
         controller = limits.build({"vllm": engine}, model_step=await engine.model_step())
@@ -149,13 +154,52 @@ def test_the_controller_restarts_it_with_the_current_weights_and_finishes_what_i
             for i, prompt in enumerate(PROMPTS)
         ]
         await has_made(engine, before + 10)
-        models = [process for process in processes_of(engine)[1:] if process.memory_info().rss > 200 << 20]
-        assert models, "no process of vLLM's holds the model"
-        for process in models:
-            os.kill(process.pid, signal.SIGKILL)
+        kill_the_model_of(engine)
         for answer, completion in zip(expected, await asyncio.gather(*pending), strict=True):
             assert ids_of(completion)[: len(answer)] == answer
             assert completion.steps == ((5, LONG),)
+        await channel.close()
+        await controller.close()
+
+    run(asyncio.wait_for(check(), DEADLINE))
+
+
+def test_of_two_behind_one_controller_a_killed_one_is_fenced_its_work_is_done_by_the_other_and_it_returns(
+    run: Callable[..., Any], make: Callable[..., ProcessEngine], worker: TorchTrainWorker
+) -> None:
+    engines = {"one": make(), "two": make()}
+
+    async def active(controller: RolloutController, *names: str) -> None:
+        while any(controller.states()[name] != "active" for name in names):  # noqa: ASYNC110 - as a user sees it
+            await asyncio.sleep(0.01)
+
+    async def check() -> None:
+        controller = RolloutControllerConfig(start_timeout_s=DEADLINE).build(engines)
+        channel = SharedMemoryChannel(controller)
+        await controller.check_health()
+        await active(controller, *engines)
+        await channel.publish(worker, 2)
+        asked = [ask(f"{i}", PROMPTS[i % len(PROMPTS)], temperature=0.0, max_tokens=300) for i in range(12)]
+        expected = [ids_of(completion) for completion in await asyncio.gather(*map(controller.generate, asked))]
+        assert all([(await engine.stats()).generated_tokens > 0 for engine in engines.values()])
+
+        made = (await engines["one"].stats()).generated_tokens
+        pending = [asyncio.create_task(controller.generate(request)) for request in asked]
+        await has_made(engines["one"], made + 6)
+        kill_the_model_of(engines["one"])
+        async with asyncio.timeout(10):
+            while controller.states()["one"] == "active":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        completions = await asyncio.gather(*pending)
+        assert [ids_of(completion) for completion in completions] == expected
+        assert {completion.steps for completion in completions} == {((2, 300),)}
+
+        # A sync while it is away: it returns with what is current then.
+        await channel.publish(worker, 3)
+        await active(controller, "one")
+        assert await engines["one"].model_step() == 3
+        again = await asyncio.gather(*map(controller.generate, asked))
+        assert {completion.steps for completion in again} == {((3, 300),)}
         await channel.close()
         await controller.close()
 

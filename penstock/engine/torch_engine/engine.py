@@ -14,18 +14,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
+from penstock.engine.requests import ABORTED, FULL, check_request
 from penstock.engine.torch_engine.row import Row
 from penstock.engine.torch_engine.scheduler import Outcome, Scheduler
-from penstock.errors import DataFailure, InfrastructureFailure, RunError
+from penstock.errors import InfrastructureFailure, RunError
 from penstock.models.threads import release_threads
 from penstock.ports import Completion, EngineStats, GenerateRequest, PauseMode, Tokenizer, WeightSource
-from penstock.rollout import FinishReason, unpack_ids
 
 T = TypeVar("T")
-_NOTHING = Completion(ids=b"", logprobs=b"", finish_reason=FinishReason.ABORT, steps=())
 
 
 class EmbeddedEngine:
@@ -61,11 +59,11 @@ class EmbeddedEngine:
         self._thread.start()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        self._check(request)
+        check_request(request, vocab_size=self._vocab_size, max_context=self._max_context)
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         row = Row(request, self._tokenizer, answer)
         if row.budget <= 0:
-            return Completion(ids=b"", logprobs=b"", finish_reason=FinishReason.LENGTH, steps=())
+            return FULL
         self._send(lambda: self._start(row), answer)
         try:
             return await answer
@@ -139,25 +137,6 @@ class EmbeddedEngine:
             self._changed.notify()
         await asyncio.to_thread(self._thread.join)
 
-    def _check(self, request: GenerateRequest) -> None:
-        prompt, given = unpack_ids(request.prompt_ids), unpack_ids(request.response_ids)
-        name = f"request {request.request_id}"
-        if not len(prompt):
-            raise DataFailure(f"{name}: the prompt is empty; it needs at least one token", reason="empty prompt")
-        length = len(prompt) + max(request.params.max_tokens, len(given))
-        if length > self._max_context:
-            raise DataFailure(
-                f"{name}: {len(prompt)} prompt tokens and max_tokens {request.params.max_tokens} are {length}; "
-                f"the context is {self._max_context}. Lower max_tokens or drop long prompts.",
-                reason="context too long",
-            )
-        for ids in (prompt, given, np.asarray(request.params.stop_token_ids, dtype=np.int64)):
-            if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab_size):
-                raise DataFailure(
-                    f"{name}: ids go from {ids.min()} to {ids.max()}; the model knows 0 to {self._vocab_size - 1}",
-                    reason="token outside vocabulary",
-                )
-
     async def _call(self, work: Callable[[], T]) -> T:
         """Run `work` in the engine's thread between two steps, and hand back what it returns or raises."""
         loop = asyncio.get_running_loop()
@@ -209,7 +188,7 @@ class EmbeddedEngine:
 
     def _start(self, row: Row) -> None:
         if self._pause == "abort":
-            self._answer(row.answer, _NOTHING)
+            self._answer(row.answer, ABORTED)
         else:
             self._scheduler.add(row)
 

@@ -60,6 +60,8 @@ class FakeEngine:
         self.most_running = 0
         self.loads: list[int] = []
         self.starts = 1
+        self.start_s = 1.0
+        self.health_s = 0.0
         self._running: dict[str, asyncio.Future[None]] = {}
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -130,6 +132,7 @@ class FakeEngine:
 
     async def check_health(self) -> None:
         await self._obey()
+        await asyncio.sleep(self.health_s)
 
     async def stats(self) -> EngineStats:
         await self._obey()
@@ -137,7 +140,7 @@ class FakeEngine:
 
     async def restart(self) -> None:
         self.starts += 1
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(self.start_s)
         if not self.can_restart:
             raise InfrastructureFailure("no such device", reason="engine_start")
         self.dead = self.hangs = self.control_hangs = False
@@ -282,6 +285,19 @@ def test_an_engine_that_answers_nothing_at_all_is_fenced_by_its_probes() -> None
     play(test, probe_timeout_s=2.0)
 
 
+def test_an_engine_that_makes_tokens_but_answers_health_checks_late_is_not_fenced_until_it_makes_none() -> None:
+    async def test(controller: RolloutController, engines: dict[str, Any]) -> None:
+        engines["a"].health_s = 15.0
+        for i in range(100):
+            await controller.generate(request(f"{i}", group="one"))
+        assert engines["a"].starts == 1 and controller.states()["a"] == "active"
+        await until(lambda: controller.states()["a"] != "active")
+        with pytest.raises(InfrastructureFailure, match="no answer to a health check within 10 s"):
+            await controller.check_health()
+
+    play(test, names="a", probe_timeout_s=10.0)
+
+
 def nonsense(completion: Completion, **changes: Any) -> Completion:
     fields = {name: getattr(completion, name) for name in completion.__struct_fields__}
     return Completion(**{**fields, **changes})
@@ -358,6 +374,41 @@ def test_when_no_engine_comes_back_the_error_names_every_engine_and_its_failure(
     play(test, seed=seed)
 
 
+def test_a_restart_that_takes_longer_than_requests_may_wait_is_waited_for() -> None:
+    async def test(controller: RolloutController, engines: dict[str, Any]) -> None:
+        await controller.load_weights(Kept(), 2)
+        engines["a"].start_s = 200.0
+        engines["a"].die()
+        assert (await controller.generate(request("x"))).steps == ((2, 4),)
+        assert engines["a"].starts == 2
+
+    play(test, names="a")
+
+
+def test_a_restart_that_hangs_ends_with_the_start_deadline() -> None:
+    async def test(controller: RolloutController, engines: dict[str, Any]) -> None:
+        engines["a"].start_s = 1e6
+        engines["a"].die()
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(EngineUnavailable, match="a is fenced: did not come back within 100 s"):
+            await controller.generate(request("x"))
+        assert 100 <= asyncio.get_running_loop().time() - started < 110
+
+    play(test, names="a", start_timeout_s=100.0)
+
+
+def test_a_restart_that_fails_after_the_wait_is_over_ends_it_at_once() -> None:
+    async def test(controller: RolloutController, engines: dict[str, Any]) -> None:
+        engines["a"].start_s, engines["a"].can_restart = 80.0, False
+        engines["a"].die()
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(EngineUnavailable, match=r"a is fenced: .*no such device"):
+            await controller.generate(request("x"))
+        assert asyncio.get_running_loop().time() - started < 85
+
+    play(test, names="a")
+
+
 def test_an_engine_that_never_starts_is_named_before_the_start_deadline() -> None:
     async def main() -> None:
         engine = FakeEngine(restarts=False)
@@ -424,6 +475,77 @@ def test_an_engine_that_lost_weights_nobody_kept_waits_for_the_next_sync() -> No
         assert {engine.step for engine in engines.values()} == {2}
 
     play(test)
+
+
+@pytest.mark.parametrize("weights", [Kept, Live])
+def test_engines_with_other_weights_than_the_controller_was_built_for_fail_requests_at_once_and_take_the_next_sync(
+    weights: Callable[[], Any],
+) -> None:
+    async def main() -> None:
+        engines = {"a": FakeEngine(), "b": FakeEngine()}
+        for engine in engines.values():
+            engine.step = 3
+        controller = RolloutControllerConfig().build(engines)  # type: ignore[arg-type]
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(EngineUnavailable, match=r"a is recovering: serves model step 3, not 0; .*b is recovering"):
+            await controller.generate(request("x"))
+        with pytest.raises(InfrastructureFailure, match="serves model step 3, not 0"):
+            await controller.check_health()
+        await controller.load_weights(weights(), 4)
+        assert all(answer.steps == ((4, 4),) for answer in await ask_all(controller, 6))
+        assert asyncio.get_running_loop().time() - started < 5
+        assert set(controller.states().values()) == {"active"}
+        assert [engine.starts for engine in engines.values()] == [1, 1]
+        await controller.close()
+
+    run_virtual(main(), deadline=1000.0)
+
+
+@pytest.mark.parametrize("how", ["weights", "hang", "other step", "bytes"])
+def test_a_sync_to_engines_with_other_weights_that_none_confirms_fails_and_names_them(how: str) -> None:
+    async def main() -> None:
+        engine = FakeEngine()
+        engine.step, engine.refuses = 3, how
+        controller = RolloutControllerConfig(load_timeout_s=10.0).build({"a": engine})  # type: ignore[dict-item]
+        started = asyncio.get_running_loop().time()
+        for _ in range(2):
+            with pytest.raises(WeightSyncError, match=r"weights 4: no engine confirmed them\. a: "):
+                await controller.load_weights(Kept(), 4)
+        assert await controller.model_step() == 0
+        assert asyncio.get_running_loop().time() - started < 60
+        engine.refuses = ""
+        await controller.load_weights(Kept(), 5)
+        assert (await controller.generate(request("x"))).steps == ((5, 4),)
+        await controller.close()
+
+    run_virtual(main(), deadline=1000.0)
+
+
+def test_one_engine_with_other_weights_waits_for_the_next_sync_while_the_other_serves() -> None:
+    async def main() -> None:
+        engines = {"a": FakeEngine(), "b": FakeEngine()}
+        engines["a"].step = 3
+        controller = RolloutControllerConfig().build(engines)  # type: ignore[arg-type]
+        assert all(answer.steps == ((0, 4),) for answer in await ask_all(controller, 6))
+        assert not engines["a"].served
+        await controller.load_weights(Live(), 1)
+        await until(lambda: set(controller.states().values()) == {"active"})
+        assert [engine.step for engine in engines.values()] == [1, 1]
+        await controller.close()
+
+    run_virtual(main(), deadline=1000.0)
+
+
+def test_the_last_engine_that_lost_weights_nobody_kept_fails_requests_until_the_next_sync() -> None:
+    async def test(controller: RolloutController, engines: dict[str, Any]) -> None:
+        await controller.load_weights(Live(), 1)
+        engines["a"].die()
+        with pytest.raises(EngineUnavailable, match="a is recovering: serves model step 0, not 1"):
+            await controller.generate(request("x"))
+        await controller.load_weights(Live(), 2)
+        assert (await controller.generate(request("y"))).steps == ((2, 4),)
+
+    play(test, names="a")
 
 
 def test_an_engine_that_forgets_its_weights_is_fenced() -> None:

@@ -10,14 +10,25 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import psutil
 import pytest
-from engine_contract import CONTRACT, LONG, CharacterTokenizer, Subject, Tensors, ask, has_made, ids_of
+from engine_contract import (
+    CONTRACT,
+    LONG,
+    AsNew,
+    CharacterTokenizer,
+    Subject,
+    Tensors,
+    ask,
+    closing_fails_what_is_pending_and_all_that_comes_later,
+    has_made,
+    ids_of,
+)
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -193,6 +204,51 @@ def test_a_stream_that_is_no_stream_of_frames_fails_all_that_is_open() -> None:
 # Real processes.
 
 
+@pytest.fixture(scope="module")
+def one_loop() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def shared_process(served_dir: Path, one_loop: asyncio.Runner) -> Iterator[ProcessEngine]:
+    engine = process_engine(served_dir)
+    yield engine
+    one_loop.run(engine.close())
+
+
+@pytest.mark.parametrize(
+    "check",
+    [check for check in CONTRACT if check is not closing_fails_what_is_pending_and_all_that_comes_later],
+    ids=lambda check: check.__name__,
+)
+def test_the_contract_holds_for_a_process_of_its_own(
+    check: Callable[[Subject], Awaitable[None]],
+    subjects: dict[str, Subject],
+    references: dict[str, Any],
+    one_loop: asyncio.Runner,
+    shared_process: ProcessEngine,
+) -> None:
+    inner = subjects["llama"]
+    reused = AsNew(shared_process, Tensors(references["llama"].state_dict()))
+    subject = Subject(
+        make=reused.again,  # type: ignore[arg-type]
+        other_weights=inner.other_weights,
+        reference=inner.reference,
+    )
+    one_loop.run(check(subject))
+
+
+def test_closing_a_process_fails_what_is_pending_and_all_that_comes_later(
+    served_dir: Path, subjects: dict[str, Subject]
+) -> None:
+    inner = subjects["llama"]
+    subject = Subject(
+        make=lambda: process_engine(served_dir), other_weights=inner.other_weights, reference=inner.reference
+    )
+    asyncio.run(closing_fails_what_is_pending_and_all_that_comes_later(subject))
+
+
 def test_an_engine_in_its_own_process_answers_as_the_one_in_this(
     served_dir: Path, subjects: dict[str, Subject]
 ) -> None:
@@ -361,6 +417,12 @@ async def until(controller: RolloutController, name: str, state: str) -> None:
         await asyncio.sleep(0.01)
 
 
+async def fenced(controller: RolloutController, name: str) -> None:
+    async with asyncio.timeout(10):
+        while controller.states()[name] == "active":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 def test_killed_engines_are_fenced_their_work_is_done_elsewhere_and_they_return_with_the_current_weights(
     served_dir: Path, subjects: dict[str, Subject]
 ) -> None:
@@ -384,6 +446,7 @@ def test_killed_engines_are_fenced_their_work_is_done_elsewhere_and_they_return_
             asking = [asyncio.create_task(controller.generate(ask(f"{i}", seed=i, max_tokens=400))) for i in range(12)]
             await has_made(controller, made + 12)
             kill(engines["one"])
+            await fenced(controller, "one")
             answers = await asyncio.gather(*asking)
             assert [ids_of(answer) for answer in answers] == [ids_of(answer) for answer in expected]
             await until(controller, "one", "active")
@@ -392,9 +455,7 @@ def test_killed_engines_are_fenced_their_work_is_done_elsewhere_and_they_return_
 
             # While idle.
             kill(engines["two"])
-            async with asyncio.timeout(10):
-                while controller.states()["two"] == "active":  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await fenced(controller, "two")
             assert (await controller.generate(ask("a", max_tokens=5))).steps == ((3, 5),)
             await until(controller, "two", "active")
             assert await engines["two"].model_step() == 3

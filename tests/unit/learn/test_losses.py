@@ -106,3 +106,11 @@ def test_a_loss_may_be_given_by_its_dotted_path() -> None:
     assert get_loss("penstock.learn.losses.ppo") is ppo
     with pytest.raises(ConfigError, match="cannot be imported"):
         get_loss("penstock.learn.losses.nothing")
+
+
+def test_a_bad_token_that_became_far_more_likely_cannot_outweigh_the_others() -> None:
+    tokens = _tokens([2.0, 190.0, 190.0], [-1.0, -1.0, 1.0])
+    capped = ppo(tokens, LossConfig(ratio_cap=3.0))
+    assert capped.loss.tolist() == pytest.approx([2.0, 3.0, -1.2])
+    assert _gradient(capped, tokens) == pytest.approx([2.0, 0.0, 0.0])
+    assert _gradient(ppo(tokens, LossConfig(ratio_cap=None)), tokens) == pytest.approx([2.0, 190.0, 0.0])

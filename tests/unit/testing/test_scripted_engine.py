@@ -1,9 +1,13 @@
+"""The scripted engine: the contract of all engines as far as it goes without a model, and what its script says."""
+
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pytest
+from engine_contract import ABOUT_THE_MODEL, CONTRACT, Subject, Tensors
 
 from penstock.errors import InfrastructureFailure
 from penstock.ports import Completion, GenerateRequest
@@ -29,6 +33,18 @@ async def started(engine: ScriptedEngine, asked: GenerateRequest, seconds: float
     task = asyncio.create_task(engine.generate(asked))
     await asyncio.sleep(seconds)
     return task
+
+
+@pytest.mark.parametrize(
+    "check", [check for check in CONTRACT if check not in ABOUT_THE_MODEL], ids=lambda check: check.__name__
+)
+def test_the_contract(check: Callable[[Subject], Awaitable[None]]) -> None:
+    def no_model(ids: object, temperature: float) -> np.ndarray:
+        raise AssertionError("this engine has no model")
+
+    script = EngineScript(slots=6, tokens_per_s=1000.0, length=constant(5000))
+    subject = Subject(make=lambda: ScriptedEngine(script), other_weights=Tensors({}), reference=no_model)
+    run_virtual(check(subject))
 
 
 def test_an_answer_takes_as_long_as_its_tokens() -> None:
