@@ -68,6 +68,10 @@ class TorchTrainWorker:
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """One train step. Raises StepRefused, weights and optimiser unchanged; RunError for a batch it cannot split."""
+        with self._torch_settings():
+            return self._train(batch)
+
+    def _train(self, batch: TrainBatch) -> dict[str, float]:
         started = time.perf_counter()
         lr = self._config.lr_at(self.steps_done + 1, self._total_steps)
         for group in self._optimizer.param_groups:
@@ -77,9 +81,8 @@ class TorchTrainWorker:
         before = self._snapshot() if len(updates) > 1 else None
         step = _StepMetrics()
         try:
-            with self._torch_settings():
-                for update in updates:
-                    self._update(update, on_policy=len(updates) == 1 and batch.on_policy, step=step)
+            for update in updates:
+                self._update(update, on_policy=len(updates) == 1 and batch.on_policy, step=step)
         except BaseException:
             if before is not None:
                 self._restore(before)
