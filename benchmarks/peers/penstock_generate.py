@@ -18,6 +18,7 @@ import torch  # noqa: E402 - the job comes first: its environment decides what t
 from penstock.engine import EmbeddedEngineConfig  # noqa: E402
 from penstock.engine.torch_engine.products import choose_products  # noqa: E402
 from penstock.models import load_tokenizer  # noqa: E402
+from penstock.models.threads import release_threads  # noqa: E402
 from penstock.ports import Engine, GenerateRequest  # noqa: E402
 from penstock.rollout import SampleParams, pack_ids, unpack_ids  # noqa: E402
 
@@ -86,6 +87,7 @@ async def main() -> None:
         request = serve.next_line()
         if request["way"] == "bound":
             seconds = matmul_seconds(getattr(torch, request["dtype"]), request["batch"], request["steps"])
+            release_threads()
             serve.answer(seconds=seconds, tokens=request["batch"])
         else:
             serve.answer(**await generate(engines[request["dtype"]], request))

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 CHUNK = 8 << 20
 """One job of a thread: large enough that handing it over costs nothing."""
-PIECE = 256 << 10
+PIECE = 1 << 20
 """Small enough to stay in a core's cache between being copied and being summed."""
 _ROW = 64 << 10
 THREADS = min(4, os.cpu_count() or 1)
