@@ -31,7 +31,7 @@ def amx_is_hidden(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def keep_onednn_alive() -> None:
-    """Turn AMX off in oneDNN where it would die of it. Before the first bfloat16 operation of this process."""
+    """Turn AMX off in oneDNN where it would die of it. To be called before its first operation, of any dtype."""
     if amx_is_hidden():
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 

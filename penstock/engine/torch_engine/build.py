@@ -54,8 +54,7 @@ def build_engine(
 def load_model(config: EmbeddedEngineConfig, model_dir: str, *, deterministic: bool) -> tuple[LanguageModel, int]:
     """The model in the engine's layout, and how many tokens it can hold."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    if dtype == torch.bfloat16 and device.type == "cpu":
-        keep_onednn_alive()
+    keep_onednn_alive()
     logging.disable_progress_bar()  # It would be drawn across the run's own display.
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
