@@ -92,6 +92,15 @@ class WeightSource(Protocol):
 
 
 @runtime_checkable
+class LentWeights(WeightSource, Protocol):
+    """Weights in memory that an engine may use in place."""
+
+    def keep(self) -> Callable[[], None]:
+        """Nobody changes them until the returned function is called."""
+        ...
+
+
+@runtime_checkable
 class KeptWeights(WeightSource, Protocol):
     """Weights that stay readable after their sync, until the next: what a restarted engine is given."""
 

@@ -3,6 +3,7 @@
     trainer      every step, its stages and their parts, nested; those of `train` as the worker measured them
     evaluation   beside the steps in a disaggregated run
     <task>       each rollout of the task: waiting for the engine, then for its judge
+    engine       each step of an embedded engine in this process: prefill, decode, sample
 
 Off by default. `OFF` records nothing, and then engine and judgers are not wrapped at all.
 """
@@ -24,7 +25,7 @@ from penstock.judger.config import JudgerConfig
 from penstock.ports import Completion, Engine, GenerateRequest, Judger
 from penstock.rollout import Group, RolloutState, Unjudged, Verdict
 
-TRAINER, EVALUATION = "trainer", "evaluation"
+TRAINER, EVALUATION, ENGINE = "trainer", "evaluation", "engine"
 _PARTS = "seconds/"
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -34,7 +35,8 @@ class Profile:
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
-        self._lanes: dict[str, int] = {}
+        # The engine's thread finds its lane there.
+        self._lanes: dict[str, int] = {TRAINER: 1, ENGINE: 2}
         self._ids = itertools.count(1)
         self._events: list[dict[str, Any]] = []
 
@@ -56,6 +58,10 @@ class Profile:
             started = stopped
 
     def wrap_engine(self, engine: Engine) -> Engine:
+        from penstock.engine.torch_engine.engine import EmbeddedEngine
+
+        if isinstance(engine, EmbeddedEngine):
+            engine.watch(lambda stage, began, ended: self._add(stage, began, ended, ENGINE, {}))
         return cast(Engine, _TimedEngine(engine, self))
 
     def judgers(self) -> JudgerSet:

@@ -1,9 +1,10 @@
 """Weights to engine processes of this machine, through copies in shared memory that all of them read.
 
 There are two, written in turn: the one that was confirmed stays as it is until the next is confirmed, because it is
-what a restarted engine is given, also one that restarts while a sync is under way. They are written in buckets by a few
-threads, so the extra memory is the size of the weights twice, for any number of engines, and no tensor of the trainer
-is held longer than its bucket.
+what a restarted engine is given, also one that restarts while a sync is under way. An engine that can use the memory
+in place holds it until it has the next. They are written by a few threads, at most a bucket ahead of what was summed,
+so the extra memory is the size of the weights twice, for any number of engines, and few tensors of the trainer are held
+at a time.
 
 The memory is an anonymous file (`memfd`), which engines open as /proc/<trainer>/fd/<n>: nothing is left behind, even
 by kill -9. That is Linux; elsewhere use `DiskChannel`.
@@ -16,6 +17,7 @@ import fcntl
 import mmap
 import os
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -23,7 +25,7 @@ import numpy as np
 from penstock.errors import ConfigError, WeightSyncError
 from penstock.ports import Engine, Published, WeightSource
 from penstock.weights.confirm import load_confirmed
-from penstock.weights.digest import THREADS, Bytes, Digest, TensorEntry, chunks, copy_chunk, dtype_name, tensor_bytes
+from penstock.weights.digest import THREADS, Bytes, Piece, TensorEntry, digest_pieces, dtype_name, pieces, tensor_bytes
 from penstock.weights.stored import SharedMemoryWeights
 
 ALIGNMENT = 64
@@ -130,45 +132,27 @@ class _Writer:
         self._pool = pool
         self._bucket_bytes = bucket_bytes
         self._entries: dict[str, TensorEntry] = {}
-        self._digest = Digest()
-        self._bucket: list[tuple[TensorEntry, Bytes, Bytes]] = []
-        """Tensors with where they go and where they come from."""
         self._end = 0
 
     def write(self, source: WeightSource) -> SharedMemoryWeights:
-        waiting = 0
+        checksum = digest_pieces(self._place(source), self._pool, self._bucket_bytes)
+        return SharedMemoryWeights(
+            path=self._segment.path,
+            entries=tuple(self._entries.values()),
+            checksum=checksum,
+            num_bytes=self._end,
+        )
+
+    def _place(self, source: WeightSource) -> Iterator[Piece]:
+        """Each tensor with its place in the segment."""
         for name, tensor in source.tensors():
             if name in self._entries:
                 raise WeightSyncError(f"{name} was given twice")
             data = tensor_bytes(tensor)
             entry = TensorEntry(name, dtype_name(tensor), tuple(tensor.shape), self._end, len(data))
             self._entries[name] = entry
-            self._bucket.append((entry, self._segment.bytes(entry.offset, len(data)), data))
             self._end += len(data) + -len(data) % ALIGNMENT
-            waiting += len(data)
-            if waiting >= self._bucket_bytes:
-                self._copy_bucket()
-                waiting = 0
-        self._copy_bucket()
-        return SharedMemoryWeights(
-            path=self._segment.path,
-            entries=tuple(self._entries.values()),
-            checksum=self._digest.hexdigest(),
-            num_bytes=self._end,
-        )
-
-    def _copy_bucket(self) -> None:
-        jobs = [
-            self._pool.submit(copy_chunk, target[chunk], data[chunk])
-            for entry, target, data in self._bucket
-            for chunk in chunks(entry.num_bytes)
-        ]
-        done = iter(jobs)
-        for entry, _, _ in self._bucket:
-            self._digest.begin(entry)
-            for _ in chunks(entry.num_bytes):
-                self._digest.add(next(done).result())
-        self._bucket.clear()
+            yield from pieces(entry, data, self._segment.bytes(entry.offset, len(data)))
 
 
 class SharedMemoryChannel:

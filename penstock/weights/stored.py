@@ -1,7 +1,7 @@
 """What a channel tells an engine: where the bytes are, and their checksum. Small records that travel as msgpack.
 
     with stored.receive() as weights:      in the engine's process
-        load(weights)                      the tensors are views; they are valid inside the block
+        load(weights)                      the tensors are views; they are valid inside the block, or until given back
 
 `receive` reads every byte and compares the checksum before it hands out the first tensor.
 """
@@ -13,7 +13,7 @@ import fcntl
 import hashlib
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,6 +34,25 @@ class ReceivedWeights:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._tensors.items()
+
+
+class LentSharedMemory(ReceivedWeights):
+    """Shared memory that was checked. Its owner writes the next weights elsewhere while it is read or kept."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], checksum: str, descriptor: int) -> None:
+        super().__init__(tensors, checksum)
+        self._descriptor = descriptor
+        self._users = 1
+
+    def keep(self) -> Callable[[], None]:
+        """Use the tensors in place until the returned function is called."""
+        self._users += 1
+        return self.give_back
+
+    def give_back(self) -> None:
+        self._users -= 1
+        if not self._users:
+            _unlock(self._descriptor)
 
 
 class SharedMemoryWeights(msgspec.Struct, frozen=True, kw_only=True, tag="shared_memory"):
@@ -68,14 +87,19 @@ class SharedMemoryWeights(msgspec.Struct, frozen=True, kw_only=True, tag="shared
             memory = _mapped(descriptor, self.path)
             if len(memory) < self.num_bytes:
                 raise WeightSyncError(f"{self.path} has {len(memory)} bytes; the weights have {self.num_bytes}")
-            tensors = {entry.name: _view(memory, entry) for entry in self.entries}
+            # One storage for all: neighbours in memory can be seen as one tensor.
+            everything = torch.frombuffer(memory, dtype=torch.uint8)
+            tensors = {entry.name: _view(everything, entry) for entry in self.entries}
             found = with_pool(lambda pool: checksum(_bytes_of(tensors, self.entries), pool))
             _compare(found, self.checksum, self.path)
-            yield ReceivedWeights(tensors, found)
+        except BaseException:
+            _unlock(descriptor)
+            raise
+        lent = LentSharedMemory(tensors, found, descriptor)
+        try:
+            yield lent
         finally:
-            # Not by closing alone: the mapping that is kept holds the same open file.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
+            lent.give_back()
 
 
 class DiskWeights(msgspec.Struct, frozen=True, kw_only=True, tag="disk"):
@@ -138,14 +162,19 @@ def _compare(found: str, expected: str, path: str) -> None:
         )
 
 
-def _view(memory: mmap.mmap, entry: TensorEntry) -> torch.Tensor:
+def _unlock(descriptor: int) -> None:
+    # Not by closing alone: the mapping that is kept holds the same open file.
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+def _view(memory: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise WeightSyncError(f"{entry.name} has dtype {entry.dtype}, which this torch does not know")
     if not entry.num_bytes:
         return torch.empty(entry.shape, dtype=dtype)
-    flat = torch.frombuffer(memory, dtype=dtype, offset=entry.offset, count=entry.num_bytes // dtype.itemsize)
-    return flat.view(entry.shape)
+    return memory[entry.offset : entry.offset + entry.num_bytes].view(dtype).view(entry.shape)
 
 
 _mappings: dict[tuple[int, int, int], mmap.mmap] = {}

@@ -31,6 +31,10 @@ def test_a_profiled_run_leaves_a_timeline_of_its_stages(penstock, tmp_path, reci
     rollouts = Counter((event["name"], event["ph"]) for event in timed if event["ph"] in "be")
     assert rollouts["generate", "b"] == rollouts["generate", "e"] >= 64
     assert rollouts["judge", "b"] == rollouts["judge", "e"] >= 64
+    check_nesting(by_lane["engine"])
+    steps = {event["name"] for event in by_lane["engine"]}
+    # An engine in a process of its own is not on this one's timeline.
+    assert steps == ({"prefill", "decode", "sample", "load weights"} if recipe == "tiny" else set())
     check_parents(by_lane["trainer"], {"train": "step", "forward": "train", "optimizer": "train", "produce": "step"})
 
 

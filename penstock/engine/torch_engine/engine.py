@@ -18,7 +18,7 @@ import torch
 
 from penstock.engine.requests import ABORTED, FULL, check_request
 from penstock.engine.torch_engine.row import Row
-from penstock.engine.torch_engine.scheduler import Outcome, Scheduler
+from penstock.engine.torch_engine.scheduler import Outcome, Scheduler, Watch
 from penstock.errors import InfrastructureFailure, RunError
 from penstock.models.threads import release_threads
 from penstock.ports import Completion, EngineStats, GenerateRequest, PauseMode, Tokenizer, WeightSource
@@ -124,6 +124,10 @@ class EmbeddedEngine:
             busy_seconds=self._busy_seconds,
             cache_use=self._scheduler.cache_use,
         )
+
+    def watch(self, watch: Watch) -> None:
+        """`watch` hears of every stage of every step, in the engine's thread."""
+        self._scheduler.watch = watch
 
     @property
     def computed_prefixes(self) -> int:

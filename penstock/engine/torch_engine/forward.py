@@ -18,7 +18,7 @@ from penstock.engine.torch_engine.attention import attend, attend_in_blocks, att
 from penstock.engine.torch_engine.cache import LayerShape, Prefix, SlotCache, round_up
 from penstock.engine.torch_engine.products import Products, choose_products
 from penstock.engine.torch_engine.scratch import Scratch
-from penstock.engine.torch_engine.weights import load_into
+from penstock.engine.torch_engine.weights import EngineWeights
 from penstock.ports import WeightSource
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -58,17 +58,16 @@ class FusedModel:
         self._rotary = model.model.rotary_emb.to(device)
         self._rope = self._rope_table(0)
         self._norm_of_head = torch.tensor([0] * self.heads + [1] * self.kv_heads, device=device)
-        self._places: dict[str, Tensor] = {}
+        tied = bool(config.tie_word_embeddings)
+        self._weights = EngineWeights(optional=frozenset({"lm_head.weight"} if tied else ()))
         state = model.state_dict()
         self._embedding = self._own("model.embed_tokens.weight", state)
         self._norm = self._own("model.norm.weight", state)
-        tied = bool(config.tie_word_embeddings)
         self._head = self._embedding if tied else self._own("lm_head.weight", state)
-        self._optional = frozenset({"lm_head.weight"} if tied else ())
         self._layers = [self._own_layer(index, state) for index in range(config.num_hidden_layers)]
 
     def load(self, source: WeightSource) -> None:
-        load_into(self._places, source, optional=self._optional)
+        self._weights.load(source)
 
     def prefill(self, parts: list[tuple[Prefix, int]]) -> None:
         """Compute the next tokens of each prefix: as many as its number says."""
@@ -158,9 +157,7 @@ class FusedModel:
     def _own(self, name: str, state: dict[str, Tensor]) -> Tensor:
         """A matrix in the dtype of matrices, anything smaller in that of the hidden states it is multiplied with."""
         dtype = self.dtype if state[name].dim() == 2 else self._products.dtype
-        own = state[name].detach().to(self.device, dtype, copy=True)
-        self._places[name] = own
-        return own
+        return self._one_block([name], state, dtype)
 
     def _own_layer(self, index: int, state: dict[str, Tensor]) -> Layer:
         at = f"model.layers.{index}."
@@ -184,29 +181,25 @@ class FusedModel:
         )
 
     def _join(self, names: list[str], state: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The named linear layers below each other; each one's place is a view of its part.
+        """The named linear layers below each other.
 
         One part alone may lack a bias (Qwen2 has none on the output projection), a part of several may not.
         """
-        weights = [state[name + ".weight"] for name in names]
-        sizes = [len(weight) for weight in weights]
-        joined = torch.empty(sum(sizes), weights[0].shape[1], dtype=self.dtype, device=self.device)
-        for name, weight, part in zip(names, weights, joined.split(sizes), strict=True):
-            self._places[name + ".weight"] = part
-            part.copy_(weight.detach())
+        joined = self._one_block([name + ".weight" for name in names], state, self.dtype)
         if names[0] + ".bias" not in state:
             return joined, None
-        bias = torch.empty(sum(sizes), dtype=self._products.dtype, device=self.device)
-        for name, piece in zip(names, bias.split(sizes), strict=True):
-            self._places[name + ".bias"] = piece
-            piece.copy_(state[name + ".bias"].detach())
-        return joined, bias
+        return joined, self._one_block([name + ".bias" for name in names], state, self._products.dtype)
 
     def _own_qk_norm(self, attention: str, state: dict[str, Tensor]) -> Tensor | None:
         if attention + "q_norm.weight" not in state:
             return None
-        norms = torch.empty(2, self.head_dim, dtype=self._products.dtype, device=self.device)
-        for name, norm in (("q_norm.weight", norms[0]), ("k_norm.weight", norms[1])):
-            self._places[attention + name] = norm
-            norm.copy_(state[attention + name].detach())
-        return norms
+        names = [attention + "q_norm.weight", attention + "k_norm.weight"]
+        return self._one_block(names, state, self._products.dtype, shape=(2, self.head_dim))
+
+    def _one_block(
+        self, names: list[str], state: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, ...] | None = None
+    ) -> Tensor:
+        block = torch.cat([state[name].detach() for name in names]).to(self.device, dtype)
+        block = block.view(shape) if shape is not None else block
+        self._weights.add(block, {name: state[name].shape for name in names})
+        return block

@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 
 from penstock.engine.torch_engine.attention import UnknownAttention, block_attention
 from penstock.engine.torch_engine.cache import LayerShape, Prefix, SlotCache, round_up
-from penstock.engine.torch_engine.weights import load_into
+from penstock.engine.torch_engine.weights import EngineWeights
 from penstock.errors import ModelError
 from penstock.ports import WeightSource
 
@@ -46,13 +46,15 @@ class GenericModel:
         self.cache_layers = self._probe_cache()
         if deterministic:
             self._use_block_attention()
-        self._places = dict(model.named_parameters()) | {
+        places = dict(model.named_parameters()) | {
             name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()
         }
-        self._optional = frozenset(model.state_dict().keys() - self._places.keys())
+        self._weights = EngineWeights(optional=frozenset(model.state_dict().keys() - places.keys()))
+        for name, place in places.items():
+            self._weights.add(place, {name: place.shape})
 
     def load(self, source: WeightSource) -> None:
-        load_into(self._places, source, optional=self._optional)
+        self._weights.load(source)
 
     def prefill(self, parts: list[tuple[Prefix, int]]) -> None:
         for prefix, count in parts:

@@ -7,6 +7,7 @@ every slot is computed at every step, so the shapes that reach the kernels do no
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -27,6 +28,8 @@ from penstock.rollout import FinishReason
 Outcome = Completion | InfrastructureFailure
 Finish = Callable[[Row, Outcome], None]
 End = FinishReason | InfrastructureFailure
+Watch = Callable[[str, float, float], None]
+"""Told of every stage of a step: its name, when it began and when it ended, by `time.perf_counter`."""
 
 
 class Scheduler:
@@ -61,6 +64,7 @@ class Scheduler:
         self._scratch = Scratch(model.device)
         self.model_step = 0
         self.generated_tokens = 0
+        self.watch: Watch | None = None
 
     @property
     def running(self) -> int:
@@ -81,7 +85,9 @@ class Scheduler:
 
     def load_weights(self, source: WeightSource, model_step: int) -> None:
         """Replace the weights. Running answers keep the keys and values they have; prefixes are computed anew."""
+        began = time.perf_counter()
         self._model.load(source)
+        self._tell("load weights", began)
         for slot in self._live():
             self._row(slot).close_run(self.model_step, int(self._slots.made[slot]))
         self.model_step = model_step
@@ -120,7 +126,9 @@ class Scheduler:
             parts = self.prefixes.next_parts(budget, alone=self._deterministic)
             if not parts:
                 return
+            began = time.perf_counter()
             self._model.prefill(parts)
+            self._tell("prefill", began)
             spent += sum(count for _, count in parts)
 
     def _seat(self) -> None:
@@ -162,8 +170,11 @@ class Scheduler:
         device = self._model.device
         ids = torch.from_numpy(slots.last_token[:n]).to(device)
         positions = torch.from_numpy(slots.position[:n]).to(device)
+        began = time.perf_counter()
         logits = self._model.decode(ids, positions, self.cache, length)
+        decoded = self._tell("decode", began)
         tokens, logprobs = sample(logits, slots.how_to_sample(n), self._scratch)
+        self._tell("sample", decoded)
         slots.append(n, tokens, logprobs)
         self.generated_tokens += slots.count
         ends: dict[int, End] = dict(self._ended(n, tokens))
@@ -217,6 +228,12 @@ class Scheduler:
         self.cache.reserve(
             count if self._deterministic else slots, length, max_slots=count, max_length=self._max_context
         )
+
+    def _tell(self, stage: str, began: float) -> float:
+        ended = time.perf_counter()
+        if self.watch is not None:
+            self.watch(stage, began, ended)
+        return ended
 
     def _live(self) -> list[int]:
         return indices(self._slots.active)

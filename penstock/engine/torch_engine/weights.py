@@ -1,44 +1,115 @@
-"""Hugging Face names to places in the engine's layout. A load is checked as a whole before the first byte is copied."""
+"""The engine's weights, and how new ones get there. A load is checked as a whole before anything changes.
+
+A block is one tensor of the engine with the named tensors that lie in it one behind the other: q, k and v are one.
+New weights are copied into the engine's own memory, converting dtype and device. Where they lie in memory that their
+owner lends, in the same order and dtype, they are used in place instead.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.errors import WeightSyncError
-from penstock.ports import WeightSource
+from penstock.ports import LentWeights, WeightSource
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """numpy does not know every dtype of torch; a copy does not care."""
 _THREADS = min(4, os.cpu_count() or 1)
-Places = Mapping[str, Tensor]
-"""Where each named tensor goes: a view of the engine's own memory in the shape of the named tensor."""
 
 
-def load_into(places: Places, source: WeightSource, *, optional: frozenset[str] = frozenset()) -> None:
-    """Copy every tensor of `source` to its place, converting dtype and layout; all or nothing.
+@dataclass
+class _Block:
+    tensor: Tensor
+    shapes: dict[str, torch.Size]
+    """Of the named tensors in it, in their order."""
+    borrowed: bool = False
 
-    `optional` names may be absent or present and are ignored: they are other names of tensors in `places`.
-    """
-    given, twice = _read(source)
-    wrong = [f"{name} was given twice" for name in twice]
-    wrong += [f"{name} is missing" for name in places.keys() - given.keys()]
-    wrong += [f"{name} is not a weight of this model" for name in given.keys() - places.keys() - optional]
-    wrong += [
-        f"{name} has shape {tuple(given[name].shape)}; the model needs {tuple(place.shape)}"
-        for name, place in places.items()
-        if name in given and given[name].shape != place.shape
-    ]
-    if wrong:
-        shown = "; ".join(sorted(wrong)[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
-        raise WeightSyncError(f"weights refused, the old ones are kept: {shown}")
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="penstock-load") as pool:
-        list(pool.map(_copy, places.values(), [given[name] for name in places]))
+    def parts(self) -> dict[str, Tensor]:
+        """Each named tensor as a view of the block."""
+        pieces = self.tensor.detach().view(-1).split([shape.numel() for shape in self.shapes.values()])
+        return {name: piece.view(self.shapes[name]) for name, piece in zip(self.shapes, pieces, strict=True)}
+
+
+class EngineWeights:
+    """Blocks by the names of what is in them. `optional` names are ignored: other names of tensors that are here."""
+
+    def __init__(self, optional: frozenset[str] = frozenset()) -> None:
+        self._optional = optional
+        self._blocks: list[_Block] = []
+        self._give_back: Callable[[], None] = lambda: None
+        """Ends the loan that blocks are used from."""
+
+    def add(self, tensor: Tensor, shapes: Mapping[str, torch.Size]) -> None:
+        """A contiguous tensor of the engine. What it holds may move: the same tensor has other memory after a load."""
+        self._blocks.append(_Block(tensor, dict(shapes)))
+
+    def load(self, source: WeightSource) -> None:
+        """All or nothing. Raises WeightSyncError, the old weights kept."""
+        given = self._read(source)
+        lent = isinstance(source, LentWeights)
+        borrowed = {id(block): _in_place(block, given) if lent else None for block in self._blocks}
+        copies: list[tuple[Tensor, Tensor]] = []
+        for block in self._blocks:
+            in_place = borrowed[id(block)]
+            if in_place is not None:
+                block.tensor.data = in_place
+            else:
+                if block.borrowed:
+                    block.tensor.data = torch.empty_like(block.tensor)
+                copies += [(part, given[name]) for name, part in block.parts().items()]
+            block.borrowed = in_place is not None
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="penstock-load") as pool:
+            list(pool.map(lambda pair: _copy(*pair), copies))
+        used_until_now = self._give_back
+        self._give_back = lambda: None
+        if isinstance(source, LentWeights) and any(block.borrowed for block in self._blocks):
+            self._give_back = source.keep()
+        used_until_now()
+
+    def _read(self, source: WeightSource) -> dict[str, Tensor]:
+        """What is given, by name: exactly what is needed."""
+        given: dict[str, Tensor] = {}
+        wrong: list[str] = []
+        try:
+            for name, tensor in source.tensors():
+                if name in given:
+                    wrong.append(f"{name} was given twice")
+                given[name] = tensor
+        except Exception as error:
+            raise WeightSyncError(f"the weights could not be read, the old ones are kept: {error!r}") from error
+        needed = {name: shape for block in self._blocks for name, shape in block.shapes.items()}
+        wrong += [f"{name} is missing" for name in needed.keys() - given.keys()]
+        wrong += [f"{name} is not a weight of this model" for name in given.keys() - needed.keys() - self._optional]
+        wrong += [
+            f"{name} has shape {tuple(given[name].shape)}; the model needs {tuple(shape)}"
+            for name, shape in needed.items()
+            if name in given and given[name].shape != shape
+        ]
+        if wrong:
+            shown = "; ".join(sorted(wrong)[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+            raise WeightSyncError(f"weights refused, the old ones are kept: {shown}")
+        return given
+
+
+def _in_place(block: _Block, given: Mapping[str, Tensor]) -> Tensor | None:
+    """The block over the memory of what is given, if that lies there as the block needs it."""
+    parts = [given[name] for name in block.shapes]
+    first, end = parts[0], parts[0].storage_offset()
+    for part in parts:
+        fits = part.dtype == block.tensor.dtype and part.device == block.tensor.device and part.is_contiguous()
+        if not fits or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        if part.storage_offset() != end:
+            return None
+        end += part.numel()
+    return first.detach().as_strided(block.tensor.shape, block.tensor.stride(), first.storage_offset())
 
 
 @torch.inference_mode()
@@ -49,16 +120,3 @@ def _copy(place: Tensor, given: Tensor) -> None:
         np.copyto(place.detach().view(word).numpy(), given.detach().view(word).numpy())
     else:
         place.copy_(given)
-
-
-def _read(source: WeightSource) -> tuple[dict[str, Tensor], list[str]]:
-    given: dict[str, Tensor] = {}
-    twice: list[str] = []
-    try:
-        for name, tensor in source.tensors():
-            if name in given:
-                twice.append(name)
-            given[name] = tensor
-    except Exception as error:
-        raise WeightSyncError(f"the weights could not be read, the old ones are kept: {error!r}") from error
-    return given, twice
