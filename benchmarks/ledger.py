@@ -101,21 +101,13 @@ def bare_rate(directory: Path, groups: int) -> float:
 
 
 async def acknowledgements(directory: Path, rate: float, seconds: float) -> list[float]:
-    """Groups finish at a steady rate, whether or not earlier ones are acknowledged.
-
-    They are trained as they come, 64 a step, because a buffer is bounded: what it holds must not grow all the while.
-    """
+    """Groups finish at a steady rate, whether or not earlier ones are acknowledged."""
     buffer = ReplayBuffer(storage=Ledger.open(directory))
     loop = asyncio.get_running_loop()
     waits: list[float] = []
-    steps = itertools.count(1)
 
     async def finish(draw: int) -> None:
         waits.append(await store(buffer, draw))
-        if buffer.is_ready({"sums": 64}):
-            step = next(steps)
-            buffer.take_batch({"sums": 64}, train_step=step)
-            buffer.commit(step)
 
     started = loop.time()
     async with asyncio.TaskGroup() as group:

@@ -60,9 +60,9 @@ class ReplayBuffer:
 
     def draw(self, group: Group, cursor: int) -> None:
         """A new group begins. Its drawing and the sampler's cursor are one transition."""
-        entry = Entry(group, group[0].task_name, self._next_sequence)
+        entry = Entry.drawn(group, self._next_sequence)
         if entry.group_id in self._entries:
-            raise IllegalTransition(f"group {entry.group_id!r} is drawn twice: {self._entries[entry.group_id].tell()}")
+            raise IllegalTransition(f"group {entry.group_id!r} is drawn twice: {self._entries[entry.group_id].story}")
         self._next_sequence += 1
         self._entries[entry.group_id] = entry
         self._move(entry, GroupState.RUNNING, train_step=self._train_step, cursor=cursor)
@@ -232,7 +232,7 @@ class ReplayBuffer:
 
     def story(self, group_id: str) -> str:
         """What happened to a group that is still held, as `state@train step`."""
-        return self._entries[group_id].tell()
+        return self._entries[group_id].story
 
     async def flush(self) -> None:
         """Returns when everything decided so far is durable."""
@@ -306,7 +306,7 @@ class ReplayBuffer:
     def _running(self, group: Group, task: str) -> Entry:
         entry = self._entries.get(group[0].group_id)
         if entry is None or entry.state is not GroupState.RUNNING or entry.task != task:
-            story = entry.tell() if entry is not None else "not held: never drawn, or already trained or discarded"
+            story = entry.story if entry is not None else "not held: never drawn, or already trained or discarded"
             raise IllegalTransition(f"group {group[0].group_id!r} of task {task!r} is not running: {story}")
         return entry
 
@@ -381,9 +381,8 @@ class ReplayBuffer:
             entry.take_waste(),
             detail,
         )
-        self._lifecycle.move(transition, entry.tell)
-        entry.state = target
-        entry.story.append((target, train_step))
+        self._lifecycle.move(transition, entry.story)
+        entry.enter(target, train_step)
         self._storage.record(transition, entry.group if content or cursor is not None else None, cursor)
 
 

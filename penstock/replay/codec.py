@@ -163,13 +163,14 @@ class ModelSteps(NamedTuple):
 
 
 def model_steps(group: Group) -> ModelSteps:
-    made = {step for rollout in group for step, _ in rollout.response.steps}
+    different = {rollout.response.steps for rollout in group}
+    made = {step for steps in different for step, _ in steps}
     if not made:
         return ModelSteps()
     if len(made) == 1:  # nearly always
         (step,) = made
         return ModelSteps(step, step, step)
-    newest = [max(rollout.response.steps)[0] for rollout in group if rollout.response.steps]
+    newest = [max(steps)[0] for steps in different if steps]
     return ModelSteps(min(made), min(newest), max(made))
 
 

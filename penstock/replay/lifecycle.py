@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -107,14 +107,14 @@ class Lifecycle:
         self._states: dict[str, Counter[GroupState]] = {}
         self._discarded: dict[str, Counter[DiscardReason]] = {}
 
-    def move(self, transition: Transition, story: Callable[[], str] = str) -> None:
+    def move(self, transition: Transition, story: str = "") -> None:
         """Check and count one move. Raises IllegalTransition with the group's story."""
         source, target, reason, task = transition.source, transition.target, transition.reason, transition.task
         if target not in ALLOWED[source] or (target is GroupState.DISCARDED) != (reason is not None):
             raise IllegalTransition(
                 f"group {transition.group_id!r} of task {task!r} cannot go from {source} to {target}"
                 f"{f' ({reason})' if reason else ''} at train step {transition.train_step}."
-                f" Its story: {story() or 'none yet'}"
+                f" Its story: {story or 'none yet'}"
             )
         states = self._states.get(task)
         if states is None:

@@ -9,70 +9,75 @@ import heapq
 from collections.abc import Iterator
 from typing import Literal
 
+import msgspec
+
 from penstock.replay.codec import StoredGroup
 from penstock.replay.lifecycle import GroupState
 from penstock.replay.restore import HeldGroup
 from penstock.replay.staleness import NEVER, StaleRule
-from penstock.rollout import Group, Status
+from penstock.rollout import Group, RolloutState, Status
 
 Order = Literal["fifo", "stalest_first"]
 
 
-class Entry:
-    """A group in the buffer's care, from drawing until it is trained or discarded."""
+class Entry(msgspec.Struct, gc=False):
+    """A group in the buffer's care, from drawing until it is trained or discarded.
 
-    __slots__ = (
-        *("_group", "_statuses", "_stored", "_wasted", "draw", "expires_at", "group_id", "rule", "sequence"),
-        *("state", "story", "task", "tokens"),
-    )
+    Nothing here is looked at by the garbage collector, which would stop the event loop for the longer the more groups
+    there are: a struct without it, and the rollouts as a tuple, which is left out when nothing in it can be in a cycle.
+    """
 
-    def __init__(self, group: Group, task: str, sequence: int) -> None:
-        self._group: Group | None = group
-        self._stored: StoredGroup | None = None
-        self._statuses: tuple[Status, ...] = ()
-        self.group_id = group[0].group_id if group else ""
-        self.task = task
-        self.sequence = sequence
-        """Insertion order; a group that returns keeps its place."""
-        self.draw = group[0].draw if group else 0
-        self.state: GroupState | None = None
-        self.rule: StaleRule | None = None
-        self.expires_at = NEVER
-        self.tokens = 0
-        """Tokens counted as held. Below zero while a running group has dropped tokens that are not yet counted."""
-        self._wasted: dict[str, int] | None = None
-        self.story: list[tuple[GroupState, int]] = []
+    group_id: str
+    task: str
+    sequence: int
+    """Insertion order; a group that returns keeps its place."""
+    draw: int
+    _rollouts: tuple[RolloutState, ...] | None = None
+    _stored: StoredGroup | None = None
+    _statuses: tuple[Status, ...] = ()
+    state: GroupState | None = None
+    rule: StaleRule | None = None
+    expires_at: int = NEVER
+    tokens: int = 0
+    """Tokens counted as held. Below zero while a running group has dropped tokens that are not yet counted."""
+    _wasted: dict[str, int] | None = None
+    story: str = ""
+    """The states it was in, as `state@train step`."""
+
+    @classmethod
+    def drawn(cls, group: Group, sequence: int) -> Entry:
+        first = group[0]
+        return cls(first.group_id, first.task_name, sequence, first.draw, tuple(group))
 
     @classmethod
     def restored(cls, held: HeldGroup) -> Entry:
-        entry = cls([], held.content.task, held.sequence)
-        entry._group = None
-        entry._stored = held.content
-        entry._statuses = held.statuses
-        entry.group_id = held.content.group_id
-        entry.draw = held.content.draw
-        entry.state = held.state
+        content = held.content
+        entry = cls(content.group_id, content.task, held.sequence, content.draw, None, content, held.statuses)
         entry.tokens = held.tokens
-        entry.story.append((held.state, held.train_step))
+        entry.enter(held.state, held.train_step)
         return entry
+
+    def enter(self, state: GroupState, train_step: int) -> None:
+        self.state = state
+        self.story = f"{self.story} -> {state.value}@{train_step}" if self.story else f"{state.value}@{train_step}"
 
     @property
     def group(self) -> Group:
         """Its rollouts; after a restart they stay bytes until someone looks."""
-        if self._group is None:
+        if self._rollouts is None:
             assert self._stored is not None
-            self._group = self._stored.decode(self._statuses)
+            self._rollouts = tuple(self._stored.decode(self._statuses))
             self._stored = None
-        return self._group
+        return list(self._rollouts)
 
     @group.setter
     def group(self, group: Group) -> None:
-        self._group = group
+        self._rollouts = tuple(group)
         self._stored = None
 
     @property
     def statuses(self) -> tuple[Status, ...]:
-        return self._statuses if self._group is None else tuple([rollout.status for rollout in self._group])
+        return self._statuses if self._rollouts is None else tuple([rollout.status for rollout in self._rollouts])
 
     def waste(self, why: str, tokens: int) -> None:
         """These tokens were dropped; the next move records it."""
@@ -87,24 +92,21 @@ class Entry:
 
     def interrupt(self) -> None:
         """A restart found the group running: all that is not complete is ABORTED."""
-        if self._group is None:
+        if self._rollouts is None:
             self._statuses = tuple(s if s is Status.COMPLETED else Status.ABORTED for s in self._statuses)
             return
-        for rollout in self._group:
+        for rollout in self._rollouts:
             if rollout.status is not Status.COMPLETED:
                 rollout.status = Status.ABORTED
 
     def first_expiry(self, held: HeldGroup) -> int:
         """When the first of its rollouts will be too stale; from what the ledger says, if that is enough."""
         assert self.rule is not None
-        if self._group is not None or Status.EXPIRED in self._statuses:
+        if self._rollouts is not None or Status.EXPIRED in self._statuses:
             return self.rule.first_expiry(self.group)
         if held.oldest is None or held.oldest_newest is None:
             return NEVER
         return self.rule.limit(held.oldest, held.oldest_newest)
-
-    def tell(self) -> str:
-        return " -> ".join(f"{state}@{step}" for state, step in self.story)
 
 
 class Shelf:

@@ -11,7 +11,7 @@ expiries = st.lists(st.integers(1, 10) | st.just(NEVER), max_size=30)
 
 
 def entry(sequence: int, expires_at: int) -> Entry:
-    made = Entry([RolloutState(prompt=Prompt(), group_id=f"g{sequence}")], "t", sequence)
+    made = Entry.drawn([RolloutState(prompt=Prompt(), group_id=f"g{sequence}")], sequence)
     made.expires_at = expires_at
     return made
 
