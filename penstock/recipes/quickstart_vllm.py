@@ -4,8 +4,7 @@
     penstock train quickstart-vllm
     penstock train quickstart-vllm --set num_engines=2
 
-The task of `quickstart-async`. vLLM makes the answers in a process of its own, in bfloat16: rounded so coarsely that
-small changes of the weights vanish, which is why the learning rate is higher than with the embedded engine.
+The task of `quickstart-async`. vLLM makes the answers in a process of its own, in bfloat16.
 """
 
 from penstock.agent_loop import SingleTurnAgentLoopConfig
@@ -39,7 +38,7 @@ held_out = TaskSpecConfig(
 trainer = RLDisaggregatedTrainerConfig(
     model="smollm2-135m",
     engine=VllmEngineConfig(dtype="bfloat16", max_running=64, max_context=256, kv_cache_gb=0.5),
-    train=TrainWorkerConfig(lr=4e-5),
+    train=TrainWorkerConfig(lr=2e-5),
     manager=AgentLoopManagerConfig(tasks=[addition]),
     evaluator=EvaluatorConfig(tasks=[held_out], greedy=True),
     total_steps=25,

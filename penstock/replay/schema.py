@@ -1,7 +1,8 @@
 """The tables of the ledger, its format version, and the checks on opening.
 
     groups    one row per drawn group: identity, and its state now
-    events    every transition with its time; stays when contents are dropped
+    events    every transition with its time; stays when contents are dropped. No index by group: a group's story is
+              asked for by people, who can wait for a scan, and each transition would pay for it
     draws     a group's prompt and the ids of its rollouts, written when it is drawn
     rollouts  its rollouts, written when one has content, and whenever that changes
     cursors   how far each task's sampler is, written with the draw
@@ -36,7 +37,6 @@ TABLES = (
         id INTEGER PRIMARY KEY, sequence INTEGER NOT NULL, state TEXT NOT NULL, train_step INTEGER NOT NULL,
         time REAL NOT NULL, reason TEXT, tokens INTEGER NOT NULL, oldest INTEGER, newest INTEGER,
         detail TEXT NOT NULL, crc INTEGER NOT NULL) STRICT""",
-    "CREATE INDEX events_of_group ON events (sequence)",
     "CREATE TABLE draws (sequence INTEGER PRIMARY KEY, content BLOB NOT NULL, crc INTEGER NOT NULL) STRICT",
     """CREATE TABLE rollouts (
         sequence INTEGER PRIMARY KEY, content BLOB NOT NULL, oldest INTEGER, oldest_newest INTEGER,

@@ -245,8 +245,8 @@ def _waiting(connection: Connection, lost_driver: str) -> list[dict[str, Any]]:
     """Every group that may still be trained, in order of drawing, and why it is not."""
     rows = connection.execute(
         """SELECT group_id, state, train_step,
-                  EXISTS (SELECT 1 FROM events e WHERE e.sequence = g.sequence AND e.state = 'trained')
-           FROM groups g WHERE state NOT IN ('trained', 'discarded') ORDER BY sequence"""
+                  sequence IN (SELECT sequence FROM events WHERE state = 'trained')
+           FROM groups WHERE state NOT IN ('trained', 'discarded') ORDER BY sequence"""
     )
     return [
         {
