@@ -321,12 +321,14 @@ class RolloutController:
         return member.stats
 
     async def restart(self, name: str) -> None:
-        """Restart one engine, whatever its state; returns when it is active with the current weights.
+        """Restart one engine; returns when it is active with the current weights. One that is restarting is waited for.
 
-        Raises InfrastructureFailure when it is not within the deadline.
+        Raises InfrastructureFailure when it is not within the deadline, or was given up.
         """
         self._start()
         member = next(member for member in self._fleet.members if member.name == name)
+        if member.gone:
+            raise InfrastructureFailure(f"engine {name} was given up: {member.last_failure}", reason="engine_gone")
         self._fleet.fence(member, "a restart was asked for")
         timeout_s = self._config.start_timeout_s + self._config.recovery_retry_s
         try:

@@ -54,13 +54,10 @@ class RemoteEngine:
     async def load_weights(self, source: WeightSource, model_step: int) -> LoadedWeights:
         """Stored weights are read by the engine where they are; any others go through shared memory of this engine."""
         if isinstance(source, SharedMemoryWeights | DiskWeights):
-            stored: SharedMemoryWeights | DiskWeights = source
-        else:
-            self._buffer = self._buffer or SharedMemoryBuffer()
-            stored = await asyncio.to_thread(self._buffer.write, source)
-        loaded: LoadedWeights = await self._call("load_weights", stored, model_step)
-        if loaded.checksum != stored.checksum:
-            raise WeightSyncError(f"weights {model_step}: sent {stored.checksum}, received {loaded.checksum}")
+            return await self._load_stored(source, model_step)
+        self._buffer = self._buffer or SharedMemoryBuffer()
+        loaded = await self._load_stored(await asyncio.to_thread(self._buffer.write, source), model_step)
+        self._buffer.confirm()
         return loaded
 
     async def model_step(self) -> int:
@@ -87,6 +84,12 @@ class RemoteEngine:
             await self._writer.wait_closed()
         if self._buffer is not None:
             await asyncio.to_thread(self._buffer.close)
+
+    async def _load_stored(self, stored: SharedMemoryWeights | DiskWeights, model_step: int) -> LoadedWeights:
+        loaded: LoadedWeights = await self._call("load_weights", stored, model_step)
+        if loaded.checksum != stored.checksum:
+            raise WeightSyncError(f"weights {model_step}: sent {stored.checksum}, received {loaded.checksum}")
+        return loaded
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         if self._end is not None:

@@ -230,7 +230,11 @@ class VllmEngine:
             with _as_failures("load_weights"):
                 if self._pause is None:
                     await self._llm.pause_generation(mode="keep", clear_cache=False)
-                checksum = await self._update(stored, model_step)
+                try:
+                    checksum = await self._update(stored, model_step)
+                except asyncio.CancelledError:
+                    self._damage = f"loading weights {model_step} was cancelled half way"
+                    raise
                 if self._pause is None:
                     await self._llm.resume_generation()
         return LoadedWeights(model_step=model_step, checksum=checksum)
@@ -263,6 +267,7 @@ class VllmEngine:
         return WeightSyncError(self._damage)
 
     async def model_step(self) -> int:
+        self._check_weights()
         with _as_failures("model_step"):
             return step_of(await self._llm.get_weight_version())
 

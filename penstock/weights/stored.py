@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,16 +44,24 @@ class LentSharedMemory(ReceivedWeights):
         super().__init__(tensors, checksum)
         self._descriptor = descriptor
         self._users = 1
+        self._counting = threading.Lock()
 
     def keep(self) -> Callable[[], None]:
-        """Use the tensors in place until the returned function is called."""
-        self._users += 1
+        """Use the tensors in place until the returned function is called, once.
+
+        Raises WeightSyncError when nobody has them any more: the owner may be writing others there.
+        """
+        with self._counting:
+            if not self._users:
+                raise WeightSyncError("the weights were given back before they were loaded; the old ones are kept")
+            self._users += 1
         return self.give_back
 
     def give_back(self) -> None:
-        self._users -= 1
-        if not self._users:
-            _unlock(self._descriptor)
+        with self._counting:
+            self._users -= 1
+            if not self._users:
+                _unlock(self._descriptor)
 
 
 class SharedMemoryWeights(msgspec.Struct, frozen=True, kw_only=True, tag="shared_memory"):

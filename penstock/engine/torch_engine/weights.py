@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.errors import WeightSyncError
 from penstock.ports import LentWeights, WeightSource
+from penstock.weights import DiskWeights, SharedMemoryWeights
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """numpy does not know every dtype of torch; a copy does not care."""
@@ -51,9 +52,26 @@ class EngineWeights:
         self._blocks.append(_Block(tensor, dict(shapes)))
 
     def load(self, source: WeightSource) -> None:
-        """All or nothing. Raises WeightSyncError, the old weights kept."""
+        """Raises WeightSyncError, the old weights kept. Any other error comes in the middle: then these are useless."""
+        if isinstance(source, SharedMemoryWeights | DiskWeights):
+            with source.receive() as received:
+                return self.load(received)
+        if not isinstance(source, LentWeights):
+            return self._load(source, lent=False)
+        # First of all: whoever lent them may have given up waiting.
+        give_back = source.keep()
+        try:
+            self._load(source, lent=True)
+        except BaseException:
+            give_back()
+            raise
+        if any(block.borrowed for block in self._blocks):
+            self._give_back = give_back
+        else:
+            give_back()
+
+    def _load(self, source: WeightSource, *, lent: bool) -> None:
         given = self._read(source)
-        lent = isinstance(source, LentWeights)
         borrowed = {id(block): _in_place(block, given) if lent else None for block in self._blocks}
         copies: list[tuple[Tensor, Tensor]] = []
         for block in self._blocks:
@@ -67,10 +85,7 @@ class EngineWeights:
             block.borrowed = in_place is not None
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="penstock-load") as pool:
             list(pool.map(lambda pair: _copy(*pair), copies))
-        used_until_now = self._give_back
-        self._give_back = lambda: None
-        if isinstance(source, LentWeights) and any(block.borrowed for block in self._blocks):
-            self._give_back = source.keep()
+        used_until_now, self._give_back = self._give_back, lambda: None
         used_until_now()
 
     def _read(self, source: WeightSource) -> dict[str, Tensor]:

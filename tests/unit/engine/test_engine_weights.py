@@ -108,6 +108,26 @@ def test_after_a_loan_the_engine_has_memory_of_its_own_again(buffer: SharedMemor
     assert model.holds(State(2))
 
 
+def test_weights_that_were_given_back_are_refused(buffer: SharedMemoryBuffer) -> None:
+    """A load that was cancelled while it waited for the engine's thread."""
+    model = Model()
+    model.receive(buffer.write(State(1)))
+    buffer.confirm()
+    with buffer.write(State(2)).receive() as late:
+        pass
+    with pytest.raises(WeightSyncError, match="given back before they were loaded"):
+        model.weights.load(late)
+    buffer.write(State(3))
+    assert model.holds(State(1))
+
+
+def test_stored_weights_are_received_by_an_engine_of_this_process(buffer: SharedMemoryBuffer) -> None:
+    model = Model()
+    model.weights.load(buffer.write(State(1)))
+    buffer.write(State(2))
+    assert model.holds(State(1))
+
+
 def test_refused_weights_change_nothing_and_are_not_kept(buffer: SharedMemoryBuffer) -> None:
     model = Model()
     model.receive(buffer.write(State(1)))

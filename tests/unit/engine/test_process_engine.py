@@ -309,6 +309,23 @@ def test_weights_reach_a_process_through_memory_and_through_files(
     run(test)
 
 
+def test_weights_without_a_channel_use_the_same_memory_in_turn(served_dir: Path, subjects: dict[str, Subject]) -> None:
+    weights = subjects["llama"].other_weights
+
+    async def test() -> None:
+        engine, segments = process_engine(served_dir), set()
+        try:
+            for step in range(1, 6):
+                await engine.load_weights(weights, step)
+                open_files = (path for path in Path("/proc/self/fd").iterdir() if path.exists() or path.is_symlink())
+                segments |= {path.stat().st_ino for path in open_files if "penstock-weights" in str(path.readlink())}
+        finally:
+            await engine.close()
+        assert len(segments) == 2
+
+    run(test)
+
+
 def test_a_killed_process_fails_what_it_owes_and_can_be_restarted(served_dir: Path) -> None:
     async def test() -> None:
         engine = process_engine(served_dir)
