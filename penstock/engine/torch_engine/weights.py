@@ -55,9 +55,13 @@ class EngineWeights:
         """Raises WeightSyncError, the old weights kept. Any other error comes in the middle: then these are useless."""
         if isinstance(source, SharedMemoryWeights | DiskWeights):
             with source.receive() as received:
-                return self.load(received)
-        if not isinstance(source, LentWeights):
-            return self._load(source, lent=False)
+                self.load(received)
+        elif isinstance(source, LentWeights):
+            self._load_lent(source)
+        else:
+            self._load(source, lent=False)
+
+    def _load_lent(self, source: LentWeights) -> None:
         # First of all: whoever lent them may have given up waiting.
         give_back = source.keep()
         try:

@@ -309,6 +309,12 @@ def test_weights_reach_a_process_through_memory_and_through_files(
     run(test)
 
 
+def open_segments() -> set[int]:
+    """Of shared memory for weights, by inode."""
+    links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return {path.stat().st_ino for path in links if "penstock-weights" in str(path.readlink())}
+
+
 def test_weights_without_a_channel_use_the_same_memory_in_turn(served_dir: Path, subjects: dict[str, Subject]) -> None:
     weights = subjects["llama"].other_weights
 
@@ -317,8 +323,7 @@ def test_weights_without_a_channel_use_the_same_memory_in_turn(served_dir: Path,
         try:
             for step in range(1, 6):
                 await engine.load_weights(weights, step)
-                open_files = (path for path in Path("/proc/self/fd").iterdir() if path.exists() or path.is_symlink())
-                segments |= {path.stat().st_ino for path in open_files if "penstock-weights" in str(path.readlink())}
+                segments |= open_segments()
         finally:
             await engine.close()
         assert len(segments) == 2
