@@ -34,6 +34,8 @@ class _Block:
 
     def parts(self) -> dict[str, Tensor]:
         """Each named tensor as a view of the block."""
+        if len(self.shapes) == 1:  # in whatever order it lies
+            return dict.fromkeys(self.shapes, self.tensor.detach())
         pieces = self.tensor.detach().view(-1).split([shape.numel() for shape in self.shapes.values()])
         return {name: piece.view(self.shapes[name]) for name, piece in zip(self.shapes, pieces, strict=True)}
 
@@ -48,7 +50,7 @@ class EngineWeights:
         """Ends the loan that blocks are used from."""
 
     def add(self, tensor: Tensor, shapes: Mapping[str, torch.Size]) -> None:
-        """A contiguous tensor of the engine. What it holds may move: the same tensor has other memory after a load."""
+        """A tensor of the engine, contiguous if it holds several. It may have other memory after a load."""
         self._blocks.append(_Block(tensor, dict(shapes)))
 
     def load(self, source: WeightSource) -> None:
@@ -76,10 +78,9 @@ class EngineWeights:
 
     def _load(self, source: WeightSource, *, lent: bool) -> None:
         given = self._read(source)
-        borrowed = {id(block): _in_place(block, given) if lent else None for block in self._blocks}
+        found = [_in_place(block, given) if lent else None for block in self._blocks]
         copies: list[tuple[Tensor, Tensor]] = []
-        for block in self._blocks:
-            in_place = borrowed[id(block)]
+        for block, in_place in zip(self._blocks, found, strict=True):
             if in_place is not None:
                 block.tensor.data = in_place
             else:
@@ -119,6 +120,8 @@ class EngineWeights:
 
 def _in_place(block: _Block, given: Mapping[str, Tensor]) -> Tensor | None:
     """The block over the memory of what is given, if that lies there as the block needs it."""
+    if not block.tensor.is_contiguous():
+        return None
     parts = [given[name] for name in block.shapes]
     first, end = parts[0], parts[0].storage_offset()
     for part in parts:

@@ -25,6 +25,14 @@ class State:
         yield from self.state.items()
 
 
+class Only:
+    def __init__(self, **tensors: Tensor) -> None:
+        self.state = tensors
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.state.items()
+
+
 class Model:
     def __init__(self, dtype: torch.dtype = torch.float32, *, order: str = "qkv") -> None:
         self.qkv = torch.zeros(64, 16, dtype=dtype)
@@ -94,6 +102,16 @@ def test_weights_that_lie_otherwise_are_copied(buffer: SharedMemoryBuffer, model
         buffer.confirm()
     assert model.holds(State(2))
     assert model.qkv.data_ptr() == own
+
+
+def test_a_tensor_that_lies_in_another_order_is_filled_in_that_order(buffer: SharedMemoryBuffer) -> None:
+    turned, given = torch.zeros(16, 32).t(), torch.randn(32, 16)
+    weights = EngineWeights()
+    weights.add(turned, {"q": given.shape})
+    for factor in (1, 2):
+        with buffer.write(Only(q=given * factor)).receive() as received:
+            weights.load(received)
+        assert torch.equal(turned, given * factor)
 
 
 def test_after_a_loan_the_engine_has_memory_of_its_own_again(buffer: SharedMemoryBuffer) -> None:
