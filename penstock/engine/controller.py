@@ -327,13 +327,14 @@ class RolloutController:
         """
         self._start()
         member = next(member for member in self._fleet.members if member.name == name)
-        if member.gone:
-            raise InfrastructureFailure(f"engine {name} was given up: {member.last_failure}", reason="engine_gone")
         self._fleet.fence(member, "a restart was asked for")
         timeout_s = self._config.start_timeout_s + self._config.recovery_retry_s
         try:
             async with asyncio.timeout(timeout_s):
                 while member.state is not EngineState.ACTIVE:
+                    if member.gone:
+                        message = f"engine {name} was given up: {member.last_failure}"
+                        raise InfrastructureFailure(message, reason="engine_gone")
                     await self._fleet.changed.wait()
         except TimeoutError:
             message = f"engine {name} did not come back within {timeout_s:g} s: {member.last_failure}"

@@ -17,6 +17,7 @@ from penstock.errors import (
     DataFailure,
     EngineUnavailable,
     InfrastructureFailure,
+    ModelError,
     PenstockError,
     WeightSyncError,
 )
@@ -649,6 +650,21 @@ def test_restart_returns_when_the_engine_serves_again() -> None:
         assert controller.states()["a"] == "active"
         assert (engines["a"].starts, engines["a"].step) == (2, 2)
         assert all(answer.steps == ((2, 4),) for answer in await asking)
+
+    play(test)
+
+
+def test_an_engine_that_was_given_up_is_not_waited_for() -> None:
+    async def test(controller: RolloutController, engines: dict[str, Any]) -> None:
+        async def refuse() -> None:
+            raise ModelError("the model's directory is gone")
+
+        engines["a"].restart = refuse
+        began = asyncio.get_running_loop().time()
+        for _ in range(2):
+            with pytest.raises(InfrastructureFailure, match=r"engine a was given up: .*directory is gone"):
+                await controller.restart("a")
+        assert asyncio.get_running_loop().time() - began < 5
 
     play(test)
 
