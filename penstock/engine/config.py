@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import pydantic
 
-from penstock.config import Config
+from penstock.config import Config, Dtype
 from penstock.ports import Engine, Tokenizer
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class EmbeddedEngineConfig(EngineConfig):
     """Answers made at the same time; more requests wait."""
     max_context: int | None = pydantic.Field(default=None, ge=2)
     """Prompt and answer together, in tokens. None: what the model was made for."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Dtype = "float32"
     prefill_chunk_tokens: int = pydantic.Field(default=512, ge=32)
     """Prompt tokens computed between two decode steps: the longest wait a new prompt causes the running answers."""
     device: str = "cpu"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from penstock.config import Config, import_name, nearest
+from penstock.config import Config, Dtype, import_name, nearest
 from penstock.errors import ConfigError
 from penstock.learn.advantages import ESTIMATORS
 
@@ -54,7 +54,7 @@ class TrainWorkerConfig(Config):
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Where linear and cosine end, as a share of `lr`."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Dtype = "float32"
     """What matrix products are computed from; their sums, weights, gradients, optimiser and logits are float32 either
     way. Models that are not `fused`, and CPUs without AMX, run under torch.autocast, the output embedding excepted."""
     loss: LossConfig = LossConfig()

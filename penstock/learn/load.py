@@ -98,16 +98,16 @@ def can_share_prompts(model: Any) -> bool:
         return False
 
 
-def choose_way(model: Any, config: TrainWorkerConfig, gradients: Gradients) -> LogprobModel:
+def choose_way(model: Any, config: TrainWorkerConfig, dtype: torch.dtype, gradients: Gradients) -> LogprobModel:
     """The fused one for models and dtypes it serves, as far as it agrees with the plain one."""
-    reduced = config.dtype == "bfloat16"
+    reduced = dtype == torch.bfloat16
     if config.fused and can_fuse(model) and (has_fast_products() or not reduced):
         fused = FusedModel(model, gradients, torch.float32, share_prompts=config.share_prompts)
         if _difference(model, fused) < TOLERANCE:
             return FusedModel(
                 model,
                 gradients,
-                torch.bfloat16 if reduced else torch.float32,
+                dtype,
                 share_prompts=config.share_prompts,
                 activation_checkpointing=config.activation_checkpointing,
             )
@@ -115,7 +115,7 @@ def choose_way(model: Any, config: TrainWorkerConfig, gradients: Gradients) -> L
         model,
         gradients,
         share_prompts=config.share_prompts and can_share_prompts(model),
-        autocast=torch.bfloat16 if reduced else None,
+        autocast=dtype if reduced else None,
     )
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.config import Dtype
+
 _ROW_MAJOR, _PLAIN, _TRANSPOSED = 101, 111, 112
 _TILE_LEAF = 0x1D
 _Gemm = Callable[..., None]
@@ -39,6 +41,17 @@ def keep_onednn_alive() -> None:
 def has_fast_products() -> bool:
     """Whether `product` is MKL's with AMX: several times as fast as float32."""
     return _gemm() is not None
+
+
+def choose_dtype(asked: Dtype, *, device: str = "cpu", deterministic: bool = False) -> torch.dtype:
+    """What was asked for; `auto` is bfloat16 where it is fast, which in a deterministic run, without MKL, it is not."""
+    if asked != "auto":
+        return torch.bfloat16 if asked == "bfloat16" else torch.float32
+    if torch.device(device).type == "cpu":
+        fast = has_fast_products() and not deterministic
+    else:
+        fast = torch.cuda.is_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:

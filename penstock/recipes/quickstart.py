@@ -33,8 +33,8 @@ held_out = TaskSpecConfig(
 
 trainer = RLColocateTrainerConfig(
     model="smollm2-135m",
-    engine=EmbeddedEngineConfig(max_running=64),
-    train=TrainWorkerConfig(lr=1e-5),
+    engine=EmbeddedEngineConfig(max_running=64, dtype="auto"),
+    train=TrainWorkerConfig(lr=1e-5, dtype="auto"),
     manager=AgentLoopManagerConfig(tasks=[addition]),
     evaluator=EvaluatorConfig(tasks=[held_out], greedy=True),
     total_steps=25,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,6 +31,9 @@ TakenJobT = TypeVar("TakenJobT", bound="Job", contravariant=True)
 
 MAX_JOBS_PER_TRANSACTION = 512
 """Bounds the time that one transaction makes the next job wait. As soon as so many are queued it begins."""
+
+SWITCH_INTERVAL_S = 0.001
+"""How long another thread may keep the interpreter from the writer, which needs it some ten times a transaction."""
 
 LINGER_S = 0.002
 """How long a job that nobody waits for may lie, for others to share its fsync."""
@@ -134,6 +138,8 @@ class ThreadWriter(Generic[JobT]):
 
         Memory is bounded by those who wait: a producer that waits for each group it stores has at most as many groups
         queued as it plays at once. `max_queued_bytes` is for one that does not: beyond it `submit` raises.
+
+        Python's switch interval is lowered to `SWITCH_INTERVAL_S`, for the whole process.
         """
         self._connection = connection
         self._apply = apply
@@ -157,6 +163,9 @@ class ThreadWriter(Generic[JobT]):
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._round: asyncio.AbstractEventLoop | None = None
         """The loop that will begin a transaction in its next round. Its thread's alone."""
+        self._watched: asyncio.AbstractEventLoop | None = None
+        """The loop that looks at times whether the disk still takes anything: one timer for all who wait there."""
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
         self._thread.start()
 
@@ -209,18 +218,24 @@ class ThreadWriter(Generic[JobT]):
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
         self._round = None
         with self._condition:
-            submitted = self._submitted
             if self._queue and not self._hurry:
                 self._hurry = True
                 self._condition.notify()
-        # One deadline for all who wait in this round.
-        loop.call_later(self._wait_timeout_s, self._overdue, submitted)
+        if self._watched is not loop:
+            self._watched = loop
+            loop.call_later(self._wait_timeout_s / 2, self._look, loop, self._durable, False)
 
-    def _overdue(self, submitted: int) -> None:
+    def _look(self, loop: asyncio.AbstractEventLoop, durable: int, stood_still: bool) -> None:
+        """Twice in a timeout: whether the disk took anything since the look before, while somebody waits."""
         with self._condition:
-            if self._durable >= submitted or self._cause is not None:
+            if not self._waiters or self._cause is not None:
+                self._watched = None
                 return
-        self._fail(TimeoutError(f"the disk did not take a write within {self._wait_timeout_s:g} s"))
+            still = self._durable == durable
+        if still and stood_still:
+            self._fail(TimeoutError(f"the disk did not take a write within {self._wait_timeout_s:g} s"))
+        else:
+            loop.call_later(self._wait_timeout_s / 2, self._look, loop, self._durable, still)
 
     # In the thread.
 

@@ -14,7 +14,7 @@ from penstock.engine.torch_engine.generic import GenericModel
 from penstock.engine.torch_engine.model import LanguageModel
 from penstock.engine.torch_engine.scheduler import Finish, Scheduler
 from penstock.errors import ModelError
-from penstock.models.bfloat16 import keep_onednn_alive
+from penstock.models.bfloat16 import choose_dtype, keep_onednn_alive
 from penstock.models.families import is_like_llama
 from penstock.models.threads import release_threads
 from penstock.ports import Tokenizer
@@ -53,7 +53,8 @@ def build_engine(
 
 def load_model(config: EmbeddedEngineConfig, model_dir: str, *, deterministic: bool) -> tuple[LanguageModel, int]:
     """The model in the engine's layout, and how many tokens it can hold."""
-    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+    device = torch.device(config.device)
+    dtype = choose_dtype(config.dtype, device=config.device, deterministic=deterministic)
     keep_onednn_alive()
     logging.disable_progress_bar()  # It would be drawn across the run's own display.
     try:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,35 @@ def test_a_full_disk_is_named_with_the_next_move(tmp_path: Path, connect: Any) -
     asyncio.run(main())
     found = numbers(tmp_path)
     assert found == list(range(len(found))) != []
+
+
+def test_a_disk_that_is_slow_but_takes_something_has_not_failed(tmp_path: Path, connect: Any, new_disk: Any) -> None:
+    disk = new_disk()
+
+    async def main() -> None:
+        writer = ThreadWriter(connect(disk), insert, tmp_path, wait_timeout_s=1.0)
+        disk.on_statement = lambda sql: None if sql != "COMMIT" else time.sleep(0.25)
+        for n in range(6):
+            await writer.wait(writer.submit(Row(n)))
+        await writer.close()
+
+    asyncio.run(main())
+    assert numbers(tmp_path) == list(range(6))
+
+
+def test_all_who_wait_share_one_timer(tmp_path: Path, connect: Any, new_disk: Any) -> None:
+    async def main() -> None:
+        writer = ThreadWriter(connect(new_disk()), insert, tmp_path)
+        loop = asyncio.get_running_loop()
+        timers: list[float] = []
+        call_later = loop.call_later
+        loop.call_later = lambda delay, *rest: (timers.append(delay), call_later(delay, *rest))[1]  # type: ignore[assignment,method-assign]
+        for n in range(100):
+            await writer.wait(writer.submit(Row(n)))
+        await writer.close()
+        assert len(timers) == 1
+
+    asyncio.run(main())
 
 
 def test_a_disk_that_hangs_has_failed(tmp_path: Path, connect: Any, new_disk: Any) -> None:
