@@ -162,13 +162,11 @@ def main() -> None:
         field.start_ours()
         field.start_transformers()
         field.start_vllm("vllm_eager", eager=True)
-        # First as a warm-up. Continuous batching is so slow on a CPU that its rate is taken from short answers.
         rounds_of(field, list(field.ways), iter([work.fixed(tokens=4)]), warm)
-        fixed["continuous.bf16"] = warm["continuous.bf16"]
         counted = ["ours.bf16", "bound.bf16", "vllm_eager.bf16", "generate.bf16"]
         rounds_of(field, counted, (work.fixed() for _ in range(rounds)), fixed)
         rounds_of(field, ["ours.bf16", "generate.bf16"], (work.ragged() for _ in range(rounds)), ragged)
-        rounds_of(field, ["ours.fp32", "bound.fp32", "generate.fp32"], iter([work.fixed()]), fixed)
+        rounds_of(field, ["ours.fp32", "bound.fp32", "generate.fp32", "continuous.bf16"], iter([work.fixed()]), fixed)
         rounds_of(field, ["ours.fp32", "vllm_eager.bf16"], iter([work.ragged()]), ragged)
     if compiled:
         with contextlib.ExitStack() as stack:

@@ -72,9 +72,12 @@ def train(options: argparse.Namespace) -> int:
         trainer: Any = config
         _begin_loading(trainer.model, display)
         built = trainer.build(run_dir=run_dir, display=display, resume=options.resume, profile=options.profile)
-        gc.freeze()  # What was loaded stays. To look through it for garbage would stop everything for 0.2 s each time.
+        # What was loaded stays. To look through it for garbage would stop everything for 0.2 s each time.
+        gc.collect()
+        gc.freeze()
         summary = built.fit()
     finally:
+        gc.unfreeze()
         display.close()
     if summary.interrupted:
         settings = "".join(f" --set {shlex.quote(setting)}" for setting in options.set)

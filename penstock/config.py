@@ -21,7 +21,8 @@ import pydantic_core
 from penstock.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
-"""`auto`: bfloat16 where this machine computes it several times as fast, else float32."""
+"""`auto`: bfloat16 where this machine computes it several times as fast, else float32; decided at every start, so a run
+that is resumed on another machine may go on in the other one."""
 
 
 class Config(pydantic.BaseModel):

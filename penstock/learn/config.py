@@ -56,7 +56,8 @@ class TrainWorkerConfig(Config):
     max_grad_norm: float = Field(default=1.0, gt=0)
     dtype: Dtype = "float32"
     """What matrix products are computed from; their sums, weights, gradients, optimiser and logits are float32 either
-    way. Models that are not `fused`, and CPUs without AMX, run under torch.autocast, the output embedding excepted."""
+    way. Asked for bfloat16, models that are not `fused` and CPUs without AMX run under torch.autocast, the output
+    embedding excepted; `auto` leaves them in float32."""
     loss: LossConfig = LossConfig()
     advantage: str = "grpo"
     max_tokens_per_micro_batch: int = Field(default=1024, ge=1)

@@ -21,7 +21,7 @@ from penstock.learn.attention import SharedPromptAttention
 from penstock.learn.head import TokenLogprobs, apply_head
 from penstock.learn.linear import Gradients, JoinedLinear
 from penstock.learn.pack import MicroBatch
-from penstock.models.families import is_like_llama
+from penstock.models.families import head_dim, is_like_llama
 
 
 def can_fuse(model: Any) -> bool:
@@ -64,9 +64,9 @@ class FusedModel:
         config = model.config
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
-        self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self._heads
+        self._head_dim: int = head_dim(config)
         self._eps: float = config.rms_norm_eps
-        self._gradients, self._dtype = gradients, dtype
+        self._gradients, self.dtype = gradients, dtype
         self._checkpointing = activation_checkpointing
         self._rotary = model.model.rotary_emb
         self._embedding: Parameter = model.model.embed_tokens.weight
@@ -143,7 +143,7 @@ class FusedModel:
         )
 
     def _join(self, *layers: torch.nn.Linear) -> JoinedLinear:
-        return JoinedLinear(list(layers), self._dtype, self._gradients)
+        return JoinedLinear(list(layers), self.dtype, self._gradients)
 
 
 class _Embed(torch.autograd.Function):

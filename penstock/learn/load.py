@@ -20,7 +20,8 @@ from penstock.learn.head import TokenLogprobs
 from penstock.learn.linear import Gradients
 from penstock.learn.logprobs import PlainModel
 from penstock.learn.pack import MicroBatch, pack
-from penstock.models.bfloat16 import has_fast_products
+from penstock.models.bfloat16 import choose_dtype, has_fast_products
+from penstock.models.load import load_causal_lm
 
 TOLERANCE = 1e-3
 """Of a logprob, between two orders of the same float32 sums."""
@@ -32,6 +33,8 @@ class LogprobModel(Protocol):
     share_prompts: bool
     one_row: bool
     """How it wants its micro-batches packed."""
+    dtype: torch.dtype
+    """Of what matrix products are computed from."""
 
     def refresh(self) -> None:
         """The weights have changed."""
@@ -41,22 +44,7 @@ class LogprobModel(Protocol):
 
 def load_model(model_dir: Path, *, activation_checkpointing: bool = False) -> Any:
     """A causal LM in float32 from a Hugging Face directory, without remote code and without dropout."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    # Its bars would be drawn across the run's own display.
-    logging.disable_progress_bar()
-    if not (model_dir / "config.json").is_file():
-        raise ModelError(f"{model_dir} is not a model directory: it has no config.json")
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"{model_dir} cannot be loaded for training: {error}") from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ModelError(f"{model_dir} lacks {len(missing)} weights, among them {missing[0]}; they would be random")
+    model = load_causal_lm(model_dir)
     if activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         # transformers checkpoints only in training mode, which also turns dropout on; the engine has none.
@@ -77,7 +65,7 @@ def check_head(model: Any) -> None:
     name = type(model).__name__
     if head is None or getattr(head, "bias", None) is not None:
         raise ModelError(f"{name} has no output embedding, or one with a bias; it cannot be trained")
-    difference = _difference(model, PlainModel(model, Gradients(), share_prompts=False))
+    difference = _difference(model, PlainModel(model, Gradients(), torch.float32, share_prompts=False))
     if not difference < TOLERANCE:
         raise ModelError(
             f"{name}: logprobs from the output embedding differ from the model's own by {difference:.2g}; "
@@ -93,30 +81,28 @@ def can_share_prompts(model: Any) -> bool:
     if other_layers or getattr(config, "sliding_window", None) is not None:
         return False
     try:
-        return _difference(model, PlainModel(model, Gradients(), share_prompts=True)) < TOLERANCE
+        return _difference(model, PlainModel(model, Gradients(), torch.float32, share_prompts=True)) < TOLERANCE
     except (ValueError, RuntimeError, TypeError, IndexError):
         return False
 
 
-def choose_way(model: Any, config: TrainWorkerConfig, dtype: torch.dtype, gradients: Gradients) -> LogprobModel:
+def choose_way(model: Any, config: TrainWorkerConfig, gradients: Gradients, *, deterministic: bool) -> LogprobModel:
     """The fused one for models and dtypes it serves, as far as it agrees with the plain one."""
-    reduced = dtype == torch.bfloat16
-    if config.fused and can_fuse(model) and (has_fast_products() or not reduced):
-        fused = FusedModel(model, gradients, torch.float32, share_prompts=config.share_prompts)
-        if _difference(model, fused) < TOLERANCE:
-            return FusedModel(
-                model,
-                gradients,
-                dtype,
-                share_prompts=config.share_prompts,
-                activation_checkpointing=config.activation_checkpointing,
-            )
-    return PlainModel(
-        model,
-        gradients,
-        share_prompts=config.share_prompts and can_share_prompts(model),
-        autocast=dtype if reduced else None,
-    )
+    fused = config.fused and can_fuse(model)
+    if fused:
+        exact = FusedModel(model, gradients, torch.float32, share_prompts=config.share_prompts)
+        fused = _difference(model, exact) < TOLERANCE
+    dtype = choose_dtype(config.dtype, fused=fused, deterministic=deterministic)
+    if fused and (has_fast_products() or dtype == torch.float32):
+        return FusedModel(
+            model,
+            gradients,
+            dtype,
+            share_prompts=config.share_prompts,
+            activation_checkpointing=config.activation_checkpointing,
+        )
+    share_prompts = config.share_prompts and can_share_prompts(model)
+    return PlainModel(model, gradients, dtype, share_prompts=share_prompts)
 
 
 def _difference(model: Any, way: LogprobModel) -> float:

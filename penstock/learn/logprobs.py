@@ -19,10 +19,10 @@ class PlainModel:
     one_row = False
 
     def __init__(
-        self, model: Any, gradients: Gradients, *, share_prompts: bool, autocast: torch.dtype | None = None
+        self, model: Any, gradients: Gradients, dtype: torch.dtype = torch.float32, *, share_prompts: bool
     ) -> None:
         self.share_prompts = share_prompts
-        self._model, self._autocast = model, autocast
+        self._model, self.dtype = model, dtype
         head = model.get_output_embeddings()
         # Its dtype is that of the weights under autocast too.
         self._head = JoinedLinear([head], head.weight.dtype, gradients)
@@ -36,7 +36,7 @@ class PlainModel:
         weight = self._head.weight
         device = weight.device
         mask = block_mask(blocks, branches, weight.dtype) if self.share_prompts else (blocks >= 0).long()
-        with torch.autocast(device.type, self._autocast, enabled=self._autocast is not None):
+        with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
             hidden = self._model.base_model(
                 input_ids=torch.from_numpy(micro_batch.input_ids).to(device),
                 attention_mask=mask.to(device),

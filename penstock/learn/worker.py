@@ -27,7 +27,7 @@ from penstock.learn.load import check_head, choose_way, load_model
 from penstock.learn.losses import LossTokens, Mismatch, answer_weights, get_loss
 from penstock.learn.pack import MicroBatch, pack
 from penstock.learn.save import save_hf
-from penstock.models.bfloat16 import choose_dtype, keep_onednn_alive
+from penstock.models.bfloat16 import keep_onednn_alive
 from penstock.models.threads import release_threads
 
 
@@ -54,8 +54,7 @@ class TorchTrainWorker:
         with self._torch_settings():
             self.model = load_model(model_dir, activation_checkpointing=config.activation_checkpointing)
             check_head(self.model)
-            self._dtype = choose_dtype(config.dtype, deterministic=deterministic)
-            self._way = choose_way(self.model, config, self._dtype, self._gradients)
+            self._way = choose_way(self.model, config, self._gradients, deterministic=deterministic)
         self._parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
@@ -97,7 +96,7 @@ class TorchTrainWorker:
             "lr": lr,
             "shared_prompts": float(self._way.share_prompts),
             "fused": float(self._way.one_row),
-            "bfloat16": float(self._dtype == torch.bfloat16),
+            "bfloat16": float(self._way.dtype == torch.bfloat16),
             "seconds/total": seconds,
             "tokens_per_s": step.tokens / seconds,
         }

@@ -43,14 +43,18 @@ def has_fast_products() -> bool:
     return _gemm() is not None
 
 
-def choose_dtype(asked: Dtype, *, device: str = "cpu", deterministic: bool = False) -> torch.dtype:
-    """What was asked for; `auto` is bfloat16 where it is fast, which in a deterministic run, without MKL, it is not."""
+def choose_dtype(asked: Dtype, *, fused: bool, deterministic: bool, device: str = "cpu") -> torch.dtype:
+    """What was asked for. `auto` is bfloat16 where it is fast: on a CPU for `fused` passes alone, which use `product`,
+    and not in a deterministic run, where the engine does without it."""
     if asked != "auto":
         return torch.bfloat16 if asked == "bfloat16" else torch.float32
+    if deterministic:
+        return torch.float32
     if torch.device(device).type == "cpu":
-        fast = has_fast_products() and not deterministic
+        fast = fused and has_fast_products()
     else:
-        fast = torch.cuda.is_bf16_supported()
+        with torch.cuda.device(device):
+            fast = torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if fast else torch.float32
 
 

@@ -2,8 +2,8 @@
 
     penstock train quickstart-async
 
-The task of `quickstart`. The engine has a process of its own: it goes on answering while the trainer trains, up to one
-step ahead, and an answer that a weight sync interrupts continues under the new weights.
+The task of `quickstart`, in float32. The engine has a process of its own: it goes on answering while the trainer
+trains, up to one step ahead, and an answer that a weight sync interrupts continues under the new weights.
 """
 
 from penstock.agent_loop import SingleTurnAgentLoopConfig

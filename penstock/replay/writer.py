@@ -18,6 +18,7 @@ import contextlib
 import sqlite3
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -134,7 +135,8 @@ class ThreadWriter(Generic[JobT]):
         wait_timeout_s: float = 60.0,
         max_queued_bytes: int = 1 << 30,
     ) -> None:
-        """A wait ends after `wait_timeout_s`: a disk that hangs is a disk that failed.
+        """A wait fails when the disk has taken nothing for `wait_timeout_s`, which is noticed within twice that time: a
+        disk that hangs is a disk that failed.
 
         Memory is bounded by those who wait: a producer that waits for each group it stores has at most as many groups
         queued as it plays at once. `max_queued_bytes` is for one that does not: beyond it `submit` raises.
@@ -163,8 +165,8 @@ class ThreadWriter(Generic[JobT]):
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._round: asyncio.AbstractEventLoop | None = None
         """The loop that will begin a transaction in its next round. Its thread's alone."""
-        self._watched: asyncio.AbstractEventLoop | None = None
-        """The loop that looks at times whether the disk still takes anything: one timer for all who wait there."""
+        self._watching: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+        """The loops that look at times whether the disk still takes anything: one timer for all who wait there."""
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
         self._thread.start()
@@ -221,21 +223,23 @@ class ThreadWriter(Generic[JobT]):
             if self._queue and not self._hurry:
                 self._hurry = True
                 self._condition.notify()
-        if self._watched is not loop:
-            self._watched = loop
-            loop.call_later(self._wait_timeout_s / 2, self._look, loop, self._durable, False)
+        if loop not in self._watching:
+            self._watching.add(loop)
+            # Standing still begins at a look that found somebody waiting, never before.
+            loop.call_later(self._wait_timeout_s / 2, self._look, loop, -1, False)
 
     def _look(self, loop: asyncio.AbstractEventLoop, durable: int, stood_still: bool) -> None:
         """Twice in a timeout: whether the disk took anything since the look before, while somebody waits."""
         with self._condition:
             if not self._waiters or self._cause is not None:
-                self._watched = None
+                self._watching.discard(loop)
                 return
-            still = self._durable == durable
+            now = self._durable
+        still = now == durable
         if still and stood_still:
             self._fail(TimeoutError(f"the disk did not take a write within {self._wait_timeout_s:g} s"))
         else:
-            loop.call_later(self._wait_timeout_s / 2, self._look, loop, self._durable, still)
+            loop.call_later(self._wait_timeout_s / 2, self._look, loop, now, still)
 
     # In the thread.
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
+from safetensors import SafetensorError
+from transformers import AutoConfig
 
 from penstock.engine.torch_engine.engine import EmbeddedEngine
 from penstock.engine.torch_engine.forward import FusedModel
-from penstock.engine.torch_engine.generic import GenericModel
 from penstock.engine.torch_engine.model import LanguageModel
 from penstock.engine.torch_engine.scheduler import Finish, Scheduler
 from penstock.errors import ModelError
 from penstock.models.bfloat16 import choose_dtype, keep_onednn_alive
-from penstock.models.families import is_like_llama
+from penstock.models.families import is_like_llama, read_weights
+from penstock.models.load import load_causal_lm
 from penstock.models.threads import release_threads
 from penstock.ports import Tokenizer
 
@@ -53,18 +54,25 @@ def build_engine(
 
 def load_model(config: EmbeddedEngineConfig, model_dir: str, *, deterministic: bool) -> tuple[LanguageModel, int]:
     """The model in the engine's layout, and how many tokens it can hold."""
-    device = torch.device(config.device)
-    dtype = choose_dtype(config.dtype, device=config.device, deterministic=deterministic)
+    device, directory = torch.device(config.device), Path(model_dir)
     keep_onednn_alive()
-    logging.disable_progress_bar()  # It would be drawn across the run's own display.
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{model_dir}: cannot be loaded as a causal language model: {error}") from error
-    kind = FusedModel if config.fused and is_like_llama(loaded.config) else GenericModel
-    return kind(loaded, dtype, device, deterministic=deterministic), _context(loaded.config.get_text_config())
+        described = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        fused = config.fused and is_like_llama(described)
+        state = read_weights(directory, described) if fused else None
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ModelError(f"the model in {model_dir} cannot be loaded as a causal language model: {error}") from error
+    dtype = choose_dtype(config.dtype, fused=fused, deterministic=deterministic, device=config.device)
+    model: LanguageModel
+    if fused:
+        state = load_causal_lm(directory).state_dict() if state is None else state
+        model = FusedModel(described, state, dtype, device, deterministic=deterministic)
+    else:
+        # Imported here: it brings the modules of transformers, which take seconds.
+        from penstock.engine.torch_engine.generic import GenericModel
+
+        model = GenericModel(load_causal_lm(directory), dtype, device, deterministic=deterministic)
+    return model, _context(described.get_text_config())
 
 
 def _context(config: Any) -> int:

@@ -19,6 +19,7 @@ from penstock.engine.torch_engine.cache import LayerShape, Prefix, SlotCache, ro
 from penstock.engine.torch_engine.products import Products, choose_products
 from penstock.engine.torch_engine.scratch import Scratch
 from penstock.engine.torch_engine.weights import EngineWeights
+from penstock.models.families import EMBEDDING, HEAD, head_dim, is_tied, rotary_frequencies
 from penstock.ports import WeightSource
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -43,27 +44,29 @@ class Layer:
 class FusedModel:
     """The engine's own copy of a model's weights, in its own layout and dtype."""
 
-    def __init__(self, model: Any, dtype: torch.dtype, device: torch.device, *, deterministic: bool) -> None:
-        config = model.config
+    def __init__(
+        self, config: Any, state: dict[str, Tensor], dtype: torch.dtype, device: torch.device, *, deterministic: bool
+    ) -> None:
+        """`config` is that of transformers, `state` the weights by their names there."""
         self.vocab_size: int = config.vocab_size
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
-        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.head_dim: int = head_dim(config)
         self._products: Products = choose_products(dtype, device, deterministic=deterministic)
         self.dtype, self.device = dtype, device
         self.cache_layers = [LayerShape(self.kv_heads, self.head_dim, self.head_dim)] * config.num_hidden_layers
         self._deterministic = deterministic
         self._logits = Scratch(device)
         self._eps: float = config.rms_norm_eps
-        self._rotary = model.model.rotary_emb.to(device)
+        frequencies, self._rope_factor = rotary_frequencies(config)
+        self._frequencies = frequencies.to(device)
         self._rope = self._rope_table(0)
         self._norm_of_head = torch.tensor([0] * self.heads + [1] * self.kv_heads, device=device)
-        tied = bool(config.tie_word_embeddings)
-        self._weights = EngineWeights(optional=frozenset({"lm_head.weight"} if tied else ()))
-        state = model.state_dict()
-        self._embedding = self._own("model.embed_tokens.weight", state)
+        tied = is_tied(config, state)
+        self._weights = EngineWeights(optional=frozenset({HEAD} if tied else ()))
+        self._embedding = self._own(EMBEDDING, state)
         self._norm = self._own("model.norm.weight", state)
-        self._head = self._embedding if tied else self._own("lm_head.weight", state)
+        self._head = self._embedding if tied else self._own(HEAD, state)
         self._layers = [self._own_layer(index, state) for index in range(config.num_hidden_layers)]
 
     def load(self, source: WeightSource) -> None:
@@ -148,11 +151,10 @@ class FusedModel:
 
     def _rope_table(self, length: int) -> tuple[Tensor, Tensor]:
         """cos and signed sin for each position: length x 1 x d."""
-        places = torch.arange(length, device=self.device)[None]
-        cos, sin = self._rotary(torch.empty(0, dtype=self._products.dtype, device=self.device), places)
-        cos, sin = cos[0, :, None], sin[0, :, None].clone()
-        sin[..., : self.head_dim // 2] *= -1
-        return cos, sin
+        angles = torch.arange(length, device=self.device, dtype=torch.float32)[:, None, None] * self._frequencies
+        cos, sin = angles.cos() * self._rope_factor, angles.sin() * self._rope_factor
+        dtype = self._products.dtype
+        return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
     def _own(self, name: str, state: dict[str, Tensor]) -> Tensor:
         """A matrix in the dtype of matrices, anything smaller in that of the hidden states it is multiplied with."""

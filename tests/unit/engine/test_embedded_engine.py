@@ -79,6 +79,16 @@ def requests(count: int = 12, **params: Any) -> list[Any]:
     ]
 
 
+@pytest.mark.parametrize(("kind", "deterministic"), [("llama", False), ("llama", True), ("gpt2", False)])
+def test_auto_is_bfloat16_for_the_fused_forward_of_a_run_that_need_not_be_deterministic(
+    kind: str, deterministic: bool, model_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.models.bfloat16.has_fast_products", lambda: True)
+    config = EmbeddedEngineConfig(dtype="auto")
+    model, _ = load_model(config, str(model_dirs[kind]), deterministic=deterministic)
+    assert model.dtype == (torch.bfloat16 if kind == "llama" and not deterministic else torch.float32)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "llama-scaled", "qwen2", "qwen3"])
 def test_the_fused_forward_equals_the_models_own(kind: str, deterministic: bool, model_dirs: dict[str, Path]) -> None:

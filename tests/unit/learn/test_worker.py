@@ -335,6 +335,16 @@ def test_bfloat16_logprobs_are_near_those_of_float32(model_dir: Path, batch: Tra
     assert np.abs(exact - rounded).max() < 0.2
 
 
+@pytest.mark.parametrize(("fused", "deterministic"), [(True, False), (True, True), (False, False)])
+def test_auto_is_bfloat16_for_the_fused_passes_of_a_run_that_need_not_be_deterministic(
+    fused: bool, deterministic: bool, model_dir: Path, batch: TrainBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.models.bfloat16.has_fast_products", lambda: True)
+    config = TrainWorkerConfig(dtype="auto", fused=fused)
+    worker = config.build(model_dir, total_steps=10, threads=1, deterministic=deterministic)
+    assert worker.train(batch)["bfloat16"] == (fused and not deterministic)
+
+
 def test_weights_that_are_loaded_count_in_bfloat16_at_once(model_dir: Path, batch: TrainBatch) -> None:
     worker, twin = _worker(model_dir, dtype="bfloat16"), _worker(model_dir, dtype="bfloat16")
     before = np.concatenate(worker.score(batch))

@@ -87,7 +87,9 @@ def test_what_the_user_said_of_onednn_stands(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("fast", [True, False])
 def test_auto_is_bfloat16_where_that_is_fast(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bfloat16, "has_fast_products", lambda: fast)
-    assert choose_dtype("auto") == (torch.bfloat16 if fast else torch.float32)
-    assert choose_dtype("auto", deterministic=True) == torch.float32
-    assert choose_dtype("bfloat16", deterministic=True) == torch.bfloat16
-    assert choose_dtype("float32") == torch.float32
+    expected = torch.bfloat16 if fast else torch.float32
+    assert choose_dtype("auto", fused=True, deterministic=False) == expected
+    assert choose_dtype("auto", fused=False, deterministic=False) == torch.float32
+    assert choose_dtype("auto", fused=True, deterministic=True) == torch.float32
+    assert choose_dtype("bfloat16", fused=False, deterministic=True) == torch.bfloat16
+    assert choose_dtype("float32", fused=True, deterministic=False) == torch.float32

@@ -169,18 +169,39 @@ def test_a_full_disk_is_named_with_the_next_move(tmp_path: Path, connect: Any) -
     assert found == list(range(len(found))) != []
 
 
-def test_a_disk_that_is_slow_but_takes_something_has_not_failed(tmp_path: Path, connect: Any, new_disk: Any) -> None:
+def test_a_disk_that_is_slow_but_takes_something_has_not_failed(
+    tmp_path: Path, connect: Any, new_disk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = new_disk()
+    monkeypatch.setattr("penstock.replay.writer.MAX_JOBS_PER_TRANSACTION", 1)
 
     async def main() -> None:
         writer = ThreadWriter(connect(disk), insert, tmp_path, wait_timeout_s=1.0)
         disk.on_statement = lambda sql: None if sql != "COMMIT" else time.sleep(0.25)
-        for n in range(6):
-            await writer.wait(writer.submit(Row(n)))
+        tickets = [writer.submit(Row(n)) for n in range(8)]
+        await writer.wait(tickets[-1])  # twice the timeout
         await writer.close()
 
     asyncio.run(main())
-    assert numbers(tmp_path) == list(range(6))
+    assert numbers(tmp_path) == list(range(8))
+
+
+def test_a_disk_that_hangs_after_a_rest_has_failed_too(tmp_path: Path, connect: Any, new_disk: Any) -> None:
+    disk, go_on = new_disk(), threading.Event()
+
+    async def main() -> None:
+        writer = ThreadWriter(connect(disk), insert, tmp_path, wait_timeout_s=0.2)
+        await writer.wait(writer.submit(Row(1)))
+        await asyncio.sleep(0.3)
+        disk.on_statement = lambda sql: None if sql != "COMMIT" else _hold(go_on)
+        async with asyncio.timeout(20):
+            with pytest.raises(StorageError, match=r"did not take a write within 0.2 s"):
+                await writer.wait(writer.submit(Row(2)))
+        go_on.set()
+        await asyncio.to_thread(writer._thread.join, 30)
+        await writer.close()
+
+    asyncio.run(main())
 
 
 def test_all_who_wait_share_one_timer(tmp_path: Path, connect: Any, new_disk: Any) -> None:
