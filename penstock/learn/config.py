@@ -58,6 +58,9 @@ class TrainWorkerConfig(Config):
     """What matrix products are computed from; their sums, weights, gradients, optimiser and logits are float32 either
     way. Asked for bfloat16, models that are not `fused` and CPUs without AMX run under torch.autocast, the output
     embedding excepted; `auto` leaves them in float32."""
+    device: str = "cpu"
+    """Where the model is trained. On anything but the CPU, which has not been tried yet, shared prompts go through
+    FlexAttention."""
     loss: LossConfig = LossConfig()
     advantage: str = "grpo"
     max_tokens_per_micro_batch: int = Field(default=1024, ge=1)

@@ -42,9 +42,13 @@ class LogprobModel(Protocol):
     def logprobs(self, micro_batch: MicroBatch, temperature: float) -> TokenLogprobs: ...
 
 
-def load_model(model_dir: Path, *, activation_checkpointing: bool = False) -> Any:
+def load_model(model_dir: Path, *, device: str = "cpu", activation_checkpointing: bool = False) -> Any:
     """A causal LM in float32 from a Hugging Face directory, without remote code and without dropout."""
     model = load_causal_lm(model_dir)
+    try:
+        model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device is {device!r}, which cannot be used here: {error}") from error
     if activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         # transformers checkpoints only in training mode, which also turns dropout on; the engine has none.
@@ -92,7 +96,7 @@ def choose_way(model: Any, config: TrainWorkerConfig, gradients: Gradients, *, d
     if fused:
         exact = FusedModel(model, gradients, torch.float32, share_prompts=config.share_prompts)
         fused = _difference(model, exact) < TOLERANCE
-    dtype = choose_dtype(config.dtype, fused=fused, deterministic=deterministic)
+    dtype = choose_dtype(config.dtype, fused=fused, deterministic=deterministic, device=config.device)
     if fused and (has_fast_products() or dtype == torch.float32):
         return FusedModel(
             model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ class PlainModel:
     ) -> None:
         self.share_prompts = share_prompts
         self._model, self.dtype = model, dtype
+        # A dense mask is as long as a row squared; a GPU need not make it. On a CPU FlexAttention has no backward pass.
+        self._flex = share_prompts and model.device.type != "cpu"
+        if self._flex:
+            model.set_attn_implementation("flex_attention")
         head = model.get_output_embeddings()
         # Its dtype is that of the weights under autocast too.
         self._head = JoinedLinear([head], head.weight.dtype, gradients)
@@ -35,11 +40,15 @@ class PlainModel:
         blocks, branches = torch.from_numpy(micro_batch.blocks), torch.from_numpy(micro_batch.branches)
         weight = self._head.weight
         device = weight.device
-        mask = block_mask(blocks, branches, weight.dtype) if self.share_prompts else (blocks >= 0).long()
+        mask: Any
+        if self._flex:
+            mask = flex_mask(blocks.to(device), branches.to(device))
+        else:
+            mask = block_mask(blocks, branches, weight.dtype) if self.share_prompts else (blocks >= 0).long()
         with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
             hidden = self._model.base_model(
                 input_ids=torch.from_numpy(micro_batch.input_ids).to(device),
-                attention_mask=mask.to(device),
+                attention_mask=mask if self._flex else mask.to(device),
                 position_ids=torch.from_numpy(micro_batch.position_ids).to(device),
                 use_cache=False,
             ).last_hidden_state
@@ -48,10 +57,28 @@ class PlainModel:
         return apply_head(picked.to(weight.dtype), self._head, targets, temperature)
 
 
+def sees(blocks: Tensor, branches: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Whether a cell of a row sees another, as FlexAttention asks it: by row, head, place of query, place of key."""
+
+    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same_block = blocks[row, query] == blocks[row, key]
+        of_prompt_or_branch = (branches[row, key] == 0) | (branches[row, query] == branches[row, key])
+        return (key <= query) & same_block & of_prompt_or_branch
+
+    return seen
+
+
+def flex_mask(blocks: Tensor, branches: Tensor) -> Any:
+    """What `block_mask` says, in blocks: those that nobody sees are never computed."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    rows, length = blocks.shape
+    return create_block_mask(sees(blocks, branches), rows, None, length, length, device=blocks.device)
+
+
 def block_mask(blocks: Tensor, branches: Tensor, dtype: torch.dtype) -> Tensor:
     """Additive [rows, 1, length, length]: 0 where a cell sees another, -inf where not. Every cell sees itself."""
-    same_block = blocks[:, :, None] == blocks[:, None, :]
-    of_prompt = branches[:, None, :] == 0
-    same_branch = branches[:, :, None] == branches[:, None, :]
-    seen = (same_block & (of_prompt | same_branch)).tril_()
+    rows, length = blocks.shape
+    row, place = torch.arange(rows)[:, None, None], torch.arange(length)
+    seen = sees(blocks, branches)(row, row, place[:, None], place)
     return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)[:, None]

@@ -52,7 +52,9 @@ class TorchTrainWorker:
         self._gradients = Gradients()
         keep_onednn_alive()
         with self._torch_settings():
-            self.model = load_model(model_dir, activation_checkpointing=config.activation_checkpointing)
+            self.model = load_model(
+                model_dir, device=config.device, activation_checkpointing=config.activation_checkpointing
+            )
             check_head(self.model)
             self._way = choose_way(self.model, config, self._gradients, deterministic=deterministic)
         self._parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -164,7 +166,10 @@ class TorchTrainWorker:
             )
         self._optimizer.state.clear()
         for name, values in moments.items():
-            self._optimizer.state[self._parameters[name]] = {key: value.clone() for key, value in values.items()}
+            parameter = self._parameters[name]
+            self._optimizer.state[parameter] = {
+                key: value.to(parameter.device, copy=True) for key, value in values.items()
+            }
         self.steps_done = int(state["steps_done"])
 
     def _updates(self, batch: TrainBatch) -> list[TrainBatch]:

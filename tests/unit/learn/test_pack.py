@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_mask
 
 from penstock.learn.batch import TrainBatch, prepare_batch
 from penstock.learn.linear import Gradients
-from penstock.learn.logprobs import PlainModel, block_mask
+from penstock.learn.logprobs import PlainModel, block_mask, flex_mask, sees
 from penstock.learn.pack import MicroBatch, pack
 from penstock.rollout import Group, Tokens
 
@@ -96,6 +97,16 @@ def test_a_group_above_the_budget_is_split_with_its_prompt_again(random_groups: 
     assert len(micro_batches) > 1
     assert all(np.isin(batch.groups[0].prompt_ids, micro.input_ids).all() for micro in micro_batches)
     _check_every_token(batch, micro_batches)
+
+
+def test_flex_attention_is_told_the_same_as_any_other(random_groups: RandomGroups) -> None:
+    batch = prepare_batch(random_groups(3, num_groups=5), train_step=1)
+    for micro in pack(batch, max_tokens=200):
+        blocks, branches = torch.from_numpy(micro.blocks), torch.from_numpy(micro.branches)
+        rows, length = blocks.shape
+        dense = create_mask(sees(blocks, branches), rows, 1, length, length, device="cpu")
+        assert torch.equal(dense, block_mask(blocks, branches, torch.float32) == 0)
+        assert flex_mask(blocks, branches).shape == (rows, 1, length, length)
 
 
 def test_the_last_token_of_an_answer_is_not_computed(group_of: Callable[..., Group]) -> None:

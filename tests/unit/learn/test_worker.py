@@ -335,6 +335,11 @@ def test_bfloat16_logprobs_are_near_those_of_float32(model_dir: Path, batch: Tra
     assert np.abs(exact - rounded).max() < 0.2
 
 
+def test_a_device_that_is_not_there_is_refused_by_name(model_dir: Path) -> None:
+    with pytest.raises(ModelError, match="device is 'warp', which cannot be used here"):
+        _worker(model_dir, device="warp")
+
+
 @pytest.mark.parametrize(("fused", "deterministic"), [(True, False), (True, True), (False, False)])
 def test_auto_is_bfloat16_for_the_fused_passes_of_a_run_that_need_not_be_deterministic(
     fused: bool, deterministic: bool, model_dir: Path, batch: TrainBatch, monkeypatch: pytest.MonkeyPatch
