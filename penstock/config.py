@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -35,6 +36,17 @@ class Config(pydantic.BaseModel):
             super().__init__(**values)
         except pydantic.ValidationError as error:
             raise ConfigError(_explain(type(self), error, _caller())) from None
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _numbers_are_no_truth_values(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        """pydantic would take True as 1."""
+        if isinstance(value, bool) and info.field_name is not None:
+            kind = cls.model_fields[info.field_name].annotation
+            kinds = {kind, *typing.get_args(kind)}
+            if kinds & {int, float} and bool not in kinds:
+                raise ValueError("it must be a number")
+        return value
 
     def problems(self) -> Iterator[str]:
         """What is wrong between the fields of this object. Overridden; nested configurations are asked by `check`."""

@@ -8,7 +8,9 @@ import pydantic
 import pytest
 
 from penstock.config import Config, import_name
+from penstock.engine import EmbeddedEngineConfig
 from penstock.errors import ConfigError
+from penstock.learn import TrainWorkerConfig
 from penstock.rollout import SampleParams
 
 
@@ -66,6 +68,14 @@ def test_a_field_at_a_dotted_path_can_be_replaced_in_a_copy(path: str, value: in
         found = found[int(part)] if part.isdigit() else found[part] if isinstance(found, dict) else getattr(found, part)
     assert found == value
     assert bicycle == Bicycle(named={"spare": Wheel()})
+
+
+def test_true_is_not_a_number() -> None:
+    with pytest.raises(ConfigError, match=r"TrainWorkerConfig\.updates_per_batch is True; it must be a number"):
+        TrainWorkerConfig(updates_per_batch=True)
+    with pytest.raises(ConfigError, match=r"EmbeddedEngineConfig\.max_context is False; it must be a number"):
+        EmbeddedEngineConfig(max_context=False)
+    assert EmbeddedEngineConfig(fused=False, max_context=None).max_context is None
 
 
 def test_replacing_an_unknown_field_names_the_nearest() -> None:
