@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+import types
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,8 +44,8 @@ class Config(pydantic.BaseModel):
         """pydantic would take True as 1."""
         if isinstance(value, bool) and info.field_name is not None:
             kind = cls.model_fields[info.field_name].annotation
-            kinds = {kind, *typing.get_args(kind)}
-            if kinds & {int, float} and bool not in kinds:
+            kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+            if (int in kinds or float in kinds) and bool not in kinds:
                 raise ValueError("it must be a number")
         return value
 

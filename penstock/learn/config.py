@@ -57,7 +57,7 @@ class TrainWorkerConfig(Config):
     dtype: Dtype = "float32"
     """What matrix products are computed from; their sums, weights, gradients, optimiser and logits are float32 either
     way. Asked for bfloat16, models that are not `fused` and CPUs without AMX run under torch.autocast, the output
-    embedding excepted; `auto` leaves them in float32."""
+    embedding excepted; on a CPU `auto` leaves them in float32."""
     device: str = "cpu"
     """Where the model is trained. On anything but the CPU, which has not been tried yet, shared prompts go through
     FlexAttention."""

@@ -84,10 +84,14 @@ def can_share_prompts(model: Any) -> bool:
     other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if other_layers or getattr(config, "sliding_window", None) is not None:
         return False
+    own = config._attn_implementation
     try:
-        return _difference(model, PlainModel(model, Gradients(), torch.float32, share_prompts=True)) < TOLERANCE
-    except (ValueError, RuntimeError, TypeError, IndexError):
-        return False
+        shares = _difference(model, PlainModel(model, Gradients(), torch.float32, share_prompts=True)) < TOLERANCE
+    except (ValueError, RuntimeError, TypeError, IndexError, AttributeError):
+        shares = False
+    if not shares and config._attn_implementation != own:
+        model.set_attn_implementation(own)
+    return shares
 
 
 def choose_way(model: Any, config: TrainWorkerConfig, gradients: Gradients, *, deterministic: bool) -> LogprobModel:
@@ -120,7 +124,7 @@ def _difference(model: Any, way: LogprobModel) -> float:
         for micro_batch in pack(batch, max_tokens=256, share_prompts=way.share_prompts, one_row=way.one_row):
             ours = way.logprobs(micro_batch, 1.0).logprobs
             for index, answer in enumerate(answers):
-                whole = torch.from_numpy(np.concatenate([prompt, answer]).astype(np.int64))
+                whole = torch.from_numpy(np.concatenate([prompt, answer]).astype(np.int64)).to(model.device)
                 logits = model(input_ids=whole[None], use_cache=False).logits[0]
                 plain = logits.float().log_softmax(-1)[:-1].gather(1, whole[1:, None])[len(prompt) - 1 :, 0]
                 mine = micro_batch.answer_index == index

@@ -50,9 +50,9 @@ def choose_dtype(asked: Dtype, *, fused: bool, deterministic: bool, device: str 
         return torch.bfloat16 if asked == "bfloat16" else torch.float32
     if deterministic:
         return torch.float32
-    if torch.device(device).type == "cpu":
-        fast = fused and has_fast_products()
-    else:
+    kind = torch.device(device).type
+    fast = kind == "cpu" and fused and has_fast_products()
+    if kind == "cuda" and torch.cuda.is_available():
         with torch.cuda.device(device):
             fast = torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if fast else torch.float32

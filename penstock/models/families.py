@@ -68,8 +68,8 @@ def read_weights(model_dir: Path, config: Any) -> dict[str, Tensor] | None:
 
 def is_tied(config: Any, state: Mapping[str, Tensor]) -> bool:
     """Whether the output embedding is the input's; one of its own counts more than what the configuration says."""
-    head = state.get(HEAD)
-    return bool(config.tie_word_embeddings) and (head is None or torch.equal(head, state[EMBEDDING]))
+    head, embedding = state.get(HEAD), state[EMBEDDING]
+    return bool(config.tie_word_embeddings) and (head is None or torch.equal(head.float(), embedding.float()))
 
 
 def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:

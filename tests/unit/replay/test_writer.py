@@ -190,12 +190,12 @@ def test_a_disk_that_hangs_after_a_rest_has_failed_too(tmp_path: Path, connect: 
     disk, go_on = new_disk(), threading.Event()
 
     async def main() -> None:
-        writer = ThreadWriter(connect(disk), insert, tmp_path, wait_timeout_s=0.2)
+        writer = ThreadWriter(connect(disk), insert, tmp_path, wait_timeout_s=1.0)
         await writer.wait(writer.submit(Row(1)))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.7)
         disk.on_statement = lambda sql: None if sql != "COMMIT" else _hold(go_on)
         async with asyncio.timeout(20):
-            with pytest.raises(StorageError, match=r"did not take a write within 0.2 s"):
+            with pytest.raises(StorageError, match=r"did not take a write within 1 s"):
                 await writer.wait(writer.submit(Row(2)))
         go_on.set()
         await asyncio.to_thread(writer._thread.join, 30)
