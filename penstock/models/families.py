@@ -19,8 +19,6 @@ from penstock.models.resolve import read_json
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPES = ("default", "linear", "llama3", "yarn")
 """Those whose frequencies do not change with the length of the sequence."""
-
-
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -60,7 +58,7 @@ def read_weights(model_dir: Path, config: Any) -> dict[str, Tensor] | None:
         with safe_open(path, framework="pt") as file:
             names = wanted.keys() | {HEAD}
             found.update({name: file.get_tensor(name) for name in file.keys() if name in names})  # noqa: SIM118
-    if HEAD not in wanted and is_tied(config, found):
+    if HEAD not in wanted and EMBEDDING in found and is_tied(config, found):
         found.pop(HEAD, None)
     usual = {name: tuple(tensor.shape) for name, tensor in found.items()} == wanted
     return found if usual else None

@@ -126,6 +126,18 @@ def test_files_that_hold_the_weights_in_another_way_are_left_to_transformers(tmp
     assert read_weights(tmp_path, config) is None
 
 
+def test_a_tied_model_whose_weights_have_other_names_is_left_to_transformers(tmp_path: Path) -> None:
+    model = make("llama, tied")
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    # As the bare model is saved, without its head.
+    save_file({name.removeprefix("model."): weight for name, weight in load_file(file).items()}, file)
+    assert read_weights(tmp_path, AutoConfig.from_pretrained(tmp_path)) is None
+    loaded, _ = load_model(EmbeddedEngineConfig(), str(tmp_path), deterministic=False)
+    assert isinstance(loaded, FusedModel)
+    assert torch.equal(loaded._head, model.get_output_embeddings().weight)
+
+
 def test_an_engine_of_such_a_model_starts_without_the_modules_of_transformers(tmp_path: Path) -> None:
     make("qwen3").save_pretrained(tmp_path)
     program = (
