@@ -66,7 +66,8 @@ async def store(buffer: ReplayBuffer, draw: int) -> float:
     buffer.draw(group, draw + 1)
     play(group)
     started = time.perf_counter()
-    await buffer.put(group, "sums", model_step=0, current_train_step=1, stale_threshold=1000)
+    buffer.put(group, "sums", model_step=0, current_train_step=1, stale_threshold=1000)
+    await buffer.flush()
     return time.perf_counter() - started
 
 

@@ -128,7 +128,7 @@ async def lookups(n: int) -> dict[str, float]:
         rollout = RolloutState(prompt=prompt, task_name="task", group_id=f"task:{draw}", rollout_id="", draw=draw)
         _answer(rollout)
         buffer.draw([rollout], draw + 1)
-        await buffer.put([rollout], "task", **rule)
+        buffer.put([rollout], "task", **rule)
     put = (time.perf_counter() - started) / n
     started = time.perf_counter()
     for _ in range(10_000):

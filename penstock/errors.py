@@ -28,8 +28,9 @@ Retries are decided by `InfrastructureFailure` and `DataFailure` alone, and coun
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from penstock.rollout import Failure
+from penstock.rollout import Failure, FailureReason
 
 
 class PenstockError(Exception):
@@ -65,13 +66,20 @@ class CheckpointError(RefusedError):
 
 
 class RolloutFailure(PenstockError):
-    """One rollout's attempt failed. `reason` is a short stable word for metrics; the message is for people."""
+    """One rollout's attempt failed. `reason` is a stable word for metrics; the message is for people.
+
+    What a user's own loop or tool raises needs no reason.
+    """
 
     infrastructure = False
 
-    def __init__(self, message: str, *, reason: str) -> None:
+    def __init__(self, message: str, *, reason: FailureReason = FailureReason.AGENT_LOOP_ERROR) -> None:
         super().__init__(message)
-        self.reason = reason
+        self.reason = FailureReason(reason)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels between processes as itself: the reason is no positional argument."""
+        return _rebuilt, (type(self), str(self), self.reason)
 
     def as_failure(self) -> Failure:
         return Failure(reason=self.reason, message=str(self), infrastructure=self.infrastructure)
@@ -127,3 +135,7 @@ class StorageError(RunError):
 
 class IllegalTransition(RunError):
     pass
+
+
+def _rebuilt(kind: type[RolloutFailure], message: str, reason: FailureReason) -> RolloutFailure:
+    return kind(message, reason=reason)

@@ -6,7 +6,11 @@
     AgentLoop      a group of prompts in, the group played and judged
     TrainWorker    a prepared batch in, changed weights
     WeightChannel  the trainer's weights to the engines
+    TurnLog        finished turns of rollouts that are still played, so that a crash costs the unfinished one
     Placement      where an object lives: here, or (in `cluster/`) in actors
+
+What is worth showing goes to an `Observer`; that port and its events are in `events.py`. Members are async calls or
+plain data, so that an object in another process can implement them.
 
 Time is the event loop's: code measures with `loop.time()` and waits with asyncio, so that `penstock.testing` can run
 the same code on a virtual clock.
@@ -15,16 +19,37 @@ the same code on a virtual clock.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
 from penstock.errors import ConfigError
-from penstock.rollout import FinishReason, Group, RolloutState, SampleParams, Unjudged, Verdict
+from penstock.rollout import (
+    ROOT,
+    WHOLE,
+    FinishReason,
+    FloatArray,
+    Group,
+    RolloutState,
+    SampleParams,
+    Tokens,
+    Turn,
+    Unjudged,
+    Verdict,
+)
 
 BatchT = TypeVar("BatchT", contravariant=True)
-T = TypeVar("T")
+
+GiB = 1 << 30
+
+PauseMode = Literal["abort", "keep"]
+
+OnPause = Literal["abort", "keep", "serve"]
+"""What a pause does to a request. abort: it ends with what it has (a rollout that can go on later). keep: it is frozen
+and goes on under the next weights (an agent outside that cannot be played again). serve: it goes on (a judge's or an
+evaluation's request, without which a drain would wait for ever)."""
 
 
 class Tokenizer(Protocol):
@@ -63,6 +88,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Index of the first random number to use: the i-th one is a function of (seed, i)."""
     group_id: str = ""
     """Requests of one group share their prompt; an engine computes it once."""
+    on_pause: OnPause = "abort"
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +96,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
     ids: bytes
     logprobs: bytes
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
+    """None in a piece of a stream that is not its last."""
     steps: tuple[tuple[int, int], ...]
     """Runs of (model step, number of tokens)."""
 
@@ -128,26 +155,35 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_bytes / self.seconds if self.seconds > 0 else 0.0
 
 
-PauseMode = Literal["abort", "keep"]
-
-
 class Engine(Protocol):
     """Text generation. Every engine passes the one suite in `tests/engine_contract.py`."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Waits for the whole answer. Cancelling drops it.
 
-        Paused in mode abort: running requests end at once with ABORT and what they have; new ones too, with nothing.
-        Raises InfrastructureFailure when the engine fails, DataFailure when the request cannot be served.
+        While paused, a request does what its `on_pause` says: `abort` ends at once with ABORT and what it has (a new
+        one with nothing), `keep` waits, `serve` is served. Raises InfrastructureFailure when the engine fails,
+        DataFailure when the request cannot be served.
         """
         ...
 
-    async def pause_generation(self, mode: PauseMode = "abort") -> None:
-        """Stop making tokens; returns when stopped, after at most one engine step. Idempotent."""
+    def stream(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+        """The same answer in pieces, as it is made. Only the last piece has a finish reason; it may be empty."""
+        ...
+
+    async def score(self, ids: bytes) -> bytes:
+        """The logprob of every token but the first, given those before it: log_softmax of the logits, float32.
+
+        For teachers and checks. Served while paused. Raises like `generate`.
+        """
+        ...
+
+    async def pause_generation(self) -> None:
+        """Stop making tokens, but for requests that are served; returns after at most one engine step. Idempotent."""
         ...
 
     async def continue_generation(self) -> None:
-        """Take requests again. Idempotent."""
+        """Take requests again; kept ones go on. Idempotent."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -155,13 +191,13 @@ class Engine(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Give up device memory; only while paused and idle."""
+        """Give up device memory; only while paused. Kept and served requests finish first, under their weights."""
         ...
 
     async def wake(self) -> None: ...
 
     async def load_weights(self, source: WeightSource, model_step: int) -> LoadedWeights | None:
-        """Replace the weights; requests frozen by a keep-pause go on under them.
+        """Replace the weights; kept requests go on under them.
 
         Returns what was received, or None from an engine that reads the trainer's own memory. Raises WeightSyncError,
         old weights kept, when names, shapes or bytes do not fit.
@@ -195,7 +231,7 @@ class Judger(abc.ABC):
         """One answer per rollout, in order."""
         return [await self.judge(rollout) for rollout in group]
 
-    def metrics(self) -> dict[str, float]:
+    async def metrics(self) -> dict[str, float]:
         """Latency, timeouts, abstentions, cache hits since the judger was built."""
         return {}
 
@@ -214,46 +250,117 @@ class AgentLoop(Protocol):
         """Abort this loop's own requests."""
         ...
 
-    def stage(self, rollout_id: str) -> str:
-        """What a rollout being played waits for, in a word; for the message of a stalled run."""
+    async def stages(self) -> dict[str, str]:
+        """What each rollout being played waits for, in a word, by rollout id; for the message of a stalled run."""
         ...
 
     async def close(self) -> None: ...
+
+
+class TrainOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a train step came to."""
+
+    metrics: dict[str, float]
+    logprobs: dict[str, list[FloatArray]] = {}
+    """By rollout, one array per segment: the trainer's logprob of each token in its first pass, NaN where a token was
+    not computed because it is not trained."""
 
 
 class TrainWorker(Protocol[BatchT]):
-    """Holds the trained weights. Calls block; the trainer makes them in a thread."""
+    """Holds the trained weights: a model in this process, or a group of ranks."""
 
-    def train(self, batch: BatchT) -> dict[str, float]:
-        """One train step; returns its metrics.
-
-        Raises StepRefused, weights unchanged, when loss or gradient is not finite.
-        """
+    async def train(self, batch: BatchT) -> TrainOutcome:
+        """One train step. Raises StepRefused, weights unchanged, when loss or gradient is not finite."""
         ...
 
-    def tensors(self) -> Iterator[tuple[str, Any]]: ...
+    async def score(self, batch: BatchT) -> dict[str, list[FloatArray]]:
+        """The logprob of every token of the batch under the weights as they are; by rollout and segment."""
+        ...
 
-    def save_hf(self, directory: str) -> None: ...
+    async def save(self, directory: Path) -> None:
+        """Write everything that `load` needs, weights and optimiser, as files into an existing directory."""
+        ...
 
+    async def load(self, directory: Path) -> None:
+        """Go on from what `save` wrote. Raises CheckpointError when it does not fit."""
+        ...
 
-class WeightChannel(Protocol):
-    async def publish(self, source: WeightSource, model_step: int) -> Published:
-        """Bring the engines to `model_step`. Raises WeightSyncError when none confirmed."""
+    async def save_hf(self, directory: Path) -> None:
+        """The weights in Hugging Face format; there as a whole or not at all."""
+        ...
+
+    @property
+    def weights(self) -> WeightSource:
+        """What a weight channel is bound to."""
         ...
 
     async def close(self) -> None: ...
 
 
-class Placement(Protocol):
-    """Decides where an object lives. Consumers only ever see the port it implements."""
+class WeightChannel(Protocol):
+    """Bound to a worker's weights and to the engines."""
 
-    def place(self, build: Callable[[], T], *, name: str, num_actors: int, num_cpus: float, memory: int) -> T: ...
+    async def publish(self, model_step: int) -> Published:
+        """Bring the engines to the weights as they are now, as `model_step`.
+
+        Raises WeightSyncError when none confirmed.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class FinishedTurn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A finished turn of a rollout that is being played, as it is kept."""
+
+    task_name: str
+    group_id: str
+    rollout_id: str
+    index: int
+    """Its place in `rollout.turns`. One with an index that is already there replaces it and everything after it."""
+    turn: Turn
+    tokens: Tokens
+    """Its own."""
+    parent: int = ROOT
+    start: int = WHOLE
+    """Where its segment begins; of use when the turn is the first of its segment."""
+
+
+class TurnLog(Protocol):
+    async def append(self, turn: FinishedTurn, *, durable: bool = False) -> None:
+        """Keep a finished turn; returns when it is on disk if `durable`, else at once."""
+        ...
+
+
+class Description(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be built and how large it is. It may travel to another machine, so it holds no live object."""
+
+    name: str
+    """For people."""
+    build: Callable[..., Any]
+    """A class or function that can be imported where the object will live."""
+    arguments: Mapping[str, Any] = {}
+    """Plain data."""
+    ports: tuple[str, ...] = ()
+    """Which of the ports offered to `place` it takes, as keyword arguments."""
+    num_actors: int = 0
+    """0 here, 1 in an actor, n behind a router over n."""
+    num_cpus: float = 1.0
+    memory: int = GiB
+
+
+class Placement(Protocol):
+    """Decides where an object lives. Consumers only ever see the port it implements; whoever places it closes it."""
+
+    def place(self, description: Description, ports: Mapping[str, Any]) -> Any: ...
 
 
 class Local:
-    """Everything in this process."""
+    """Everything in this process, with the live ports."""
 
-    def place(self, build: Callable[[], T], *, name: str, num_actors: int, num_cpus: float, memory: int) -> T:
-        if num_actors:
-            raise ConfigError(f"{name}: num_ray_actors is {num_actors}; without Ray it must be 0")
-        return build()
+    def place(self, description: Description, ports: Mapping[str, Any]) -> Any:
+        if description.num_actors:
+            raise ConfigError(
+                f"{description.name}: num_ray_actors is {description.num_actors}; without Ray it must be 0"
+            )
+        return description.build(**description.arguments, **{name: ports[name] for name in description.ports})

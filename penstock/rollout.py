@@ -4,7 +4,8 @@ A `RolloutState` is one attempt at one prompt. A group is a plain list of the K 
 Records are msgspec structs: they travel to disk and over sockets as they are, without pickle.
 
     Prompt     what is asked; one object shared by the K rollouts of a group, never changed
-    Tokens     what was answered: ids, logprobs, loss mask and model steps, one length by construction
+    Tokens     ids, logprobs, loss mask and model steps, one length by construction
+    Segment    a run of tokens and the place it goes on from: the prompt, or somewhere in another segment
     Verdict    the reward, with its parts; `Unjudged` when there is none, with the reason
     Failure    why an attempt failed, as data
 
@@ -101,10 +102,52 @@ class Unjudged(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
-class Failure(msgspec.Struct, frozen=True, gc=False):
-    """Why an attempt failed: the boundary it crossed, the reason in a few words, and the message for people."""
+class FailureReason(enum.StrEnum):
+    """Why an attempt failed, in a stable word for metrics and budgets; the message says it to people."""
 
-    reason: str
+    AGENT_LOOP_ERROR = "agent_loop_error"
+    """The user's loop raised, or left a rollout unplayed."""
+    BAD_FRAME = "bad_frame"
+    CONTEXT_TOO_LONG = "context_too_long"
+    EMPTY_ANSWER = "empty_answer"
+    EMPTY_PROMPT = "empty_prompt"
+    ENGINE_ABORT = "engine_abort"
+    """Interrupted although production was not paused."""
+    ENGINE_CLOSED = "engine_closed"
+    ENGINE_DEADLINE = "engine_deadline"
+    ENGINE_DIED = "engine_died"
+    ENGINE_ERROR = "engine_error"
+    ENGINE_FENCED = "engine_fenced"
+    ENGINE_GONE = "engine_gone"
+    """It cannot come back."""
+    ENGINE_NONSENSE = "engine_nonsense"
+    """Columns of different lengths, logprobs that are not finite, weights that were never published."""
+    ENGINE_START = "engine_start"
+    ENGINE_START_DEADLINE = "engine_start_deadline"
+    LOGITS_NOT_FINITE = "logits_not_finite"
+    NO_ENGINE = "no_engine"
+    RECORD_MISMATCH = "record_mismatch"
+    """A loop that was played again made another kind of call than the one on record."""
+    REQUEST_REFUSED = "request_refused"
+    ROLLOUT_DEADLINE = "rollout_deadline"
+    SAMPLING_PARAMS = "sampling_params"
+    TOKEN_OUTSIDE_VOCABULARY = "token_outside_vocabulary"
+    TOOL_DEADLINE = "tool_deadline"
+    UNJUDGED = "unjudged"
+    WEIGHTS_DAMAGED = "weights_damaged"
+
+    @classmethod
+    def _missing_(cls, value: object) -> FailureReason | None:
+        """Earlier versions wrote some reasons with spaces, and two in other words."""
+        word = str(value).replace(" ", "_")
+        word = {"refused": "request_refused", "scripted": "engine_error"}.get(word, word)
+        return cls._value2member_map_.get(word)  # type: ignore[return-value]
+
+
+class Failure(msgspec.Struct, frozen=True, gc=False):
+    """Why an attempt failed: the boundary it crossed, the reason in a word, and the message for people."""
+
+    reason: FailureReason
     message: str
     infrastructure: bool = False
     """Whether another engine or another try may help; decides whose budget pays."""
@@ -145,6 +188,12 @@ class Tokens(msgspec.Struct, frozen=True, gc=False):
     def __len__(self) -> int:
         return len(self.mask)
 
+    @property
+    def model_steps(self) -> IntArray:
+        """The model step that made each token."""
+        steps, counts = [step for step, _ in self.steps], [n for _, n in self.steps]
+        return np.repeat(np.asarray(steps, dtype=np.int32), counts)
+
     def append(
         self,
         ids: Sequence[int] | IntArray | bytes,
@@ -182,8 +231,38 @@ class Tokens(msgspec.Struct, frozen=True, gc=False):
 NO_TOKENS = Tokens()
 
 
+ROOT = -1
+"""The parent of a segment that goes on from the prompt."""
+
+WHOLE = -1
+"""The start of a segment that goes on from the whole prompt."""
+
+
+class Segment(msgspec.Struct, frozen=True, gc=False):
+    """A run of tokens after a context. A rollout's segments form a tree whose root is the prompt.
+
+    A conversation that only grows is one segment. One that was edited, branched or compacted has several; each names
+    where it begins, so nothing is stored twice and every sampled token is trained once.
+    """
+
+    tokens: Tokens = NO_TOKENS
+    parent: int = ROOT
+    """Which earlier segment of the rollout it goes on from; ROOT is the prompt."""
+    start: int = WHOLE
+    """How many tokens of its parent come before it; WHOLE for all of the prompt."""
+
+    def __post_init__(self) -> None:
+        if self.parent < ROOT or self.start < WHOLE or (self.parent != ROOT and self.start == WHOLE):
+            raise ValueError(f"a segment cannot begin at token {self.start} of segment {self.parent}")
+
+
+def linear(tokens: Tokens) -> tuple[Segment, ...]:
+    """The segments of an answer that goes on from the prompt and never branched: nearly all are."""
+    return (Segment(tokens),) if tokens.mask else ()
+
+
 class Turn(msgspec.Struct, frozen=True, gc=False):
-    """One recorded call of an agent loop: a generation or a tool's answer. A restarted loop reads it back."""
+    """One recorded call of an agent loop: a generation or a tool's answer. A loop played again reads it back."""
 
     kind: str
     """`generate` or `tool`."""
@@ -192,6 +271,10 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     """None for a tool; ABORT marks the turn that was interrupted and continues."""
     text: str = ""
     """What was said: a tool's answer, or a finished generation up to its stop string."""
+    segment: int = 0
+    """Which segment of the rollout its tokens belong to."""
+    name: str = ""
+    """Which tool."""
 
 
 class RolloutState(msgspec.Struct, kw_only=True, gc=False):
@@ -203,9 +286,10 @@ class RolloutState(msgspec.Struct, kw_only=True, gc=False):
     rollout_id: str = ""
     draw: int = 0
     """The group's position in its task's sequence of draws, from 0, over all epochs."""
-    response: Tokens = NO_TOKENS
+    segments: tuple[Segment, ...] = ()
     response_text: str = ""
-    """The answer as the judger sees it: decoded, without special tokens and stop string. Set when it is finished."""
+    """What the model wrote, as the judger sees it: decoded, without special tokens, stop string and what tools said.
+    Set when the answer is finished."""
     turns: tuple[Turn, ...] = ()
     finish_reason: FinishReason | None = None
     reward: Verdict | None = None
@@ -239,6 +323,42 @@ class RolloutState(msgspec.Struct, kw_only=True, gc=False):
         return self.prompt.extra_info
 
     @property
+    def response(self) -> Tokens:
+        """The answer of a rollout that never branched. Raises ValueError when there are several segments."""
+        segments = self.segments
+        if len(segments) > 1:
+            raise ValueError(f"{self.rollout_id} has {len(segments)} segments; there is no one answer: read `segments`")
+        return segments[0].tokens if segments else NO_TOKENS
+
+    @response.setter
+    def response(self, tokens: Tokens) -> None:
+        self.segments = linear(tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all segments, each token once."""
+        segments = self.segments
+        return len(segments[0].tokens.mask) if len(segments) == 1 else sum([len(s.tokens.mask) for s in segments])
+
+    @property
+    def steps(self) -> tuple[tuple[int, int], ...]:
+        """Runs of (model step, number of tokens), over all segments."""
+        segments = self.segments
+        if len(segments) == 1:
+            return segments[0].tokens.steps
+        return _join_runs((), tuple(run for segment in segments for run in segment.tokens.steps))
+
+    def context_ids(self, index: int) -> bytes:
+        """Everything before a segment, from the prompt on, packed int32."""
+        pieces = []
+        while index != ROOT:
+            segment = self.segments[index]
+            whole = self.prompt.ids if segment.parent == ROOT else self.segments[segment.parent].tokens.ids
+            pieces.append(whole if segment.start == WHOLE else whole[: 4 * segment.start])
+            index = segment.parent
+        return b"".join(reversed(pieces))
+
+    @property
     def response_ids(self) -> IntArray:
         return unpack_ids(self.response.ids)
 
@@ -254,9 +374,7 @@ class RolloutState(msgspec.Struct, kw_only=True, gc=False):
     @property
     def model_steps(self) -> IntArray:
         """The model step that made each token."""
-        steps = [step for step, _ in self.response.steps]
-        counts = [n for _, n in self.response.steps]
-        return np.repeat(np.asarray(steps, dtype=np.int32), counts)
+        return self.response.model_steps
 
     def fail(self, failure: Failure) -> None:
         """End this attempt with a reason. The tokens stay for the story; a retry forgets them."""
@@ -310,12 +428,12 @@ def get_group_status(group: Sequence[RolloutState]) -> Status:
 
 def count_tokens(group: Sequence[RolloutState]) -> int:
     """Of all answers of a group."""
-    return sum([len(rollout.response.mask) for rollout in group])
+    return sum([rollout.num_tokens for rollout in group])
 
 
 def reset_rollout_response(rollout: RolloutState) -> None:
     """Forget the answer and everything said about it. Identity, prompt, tries and status stay."""
-    rollout.response = NO_TOKENS
+    rollout.segments = ()
     rollout.response_text = ""
     rollout.turns = ()
     rollout.finish_reason = None
@@ -325,10 +443,13 @@ def reset_rollout_response(rollout: RolloutState) -> None:
 
 def fill_model_steps(rollout: RolloutState, model_step: int) -> None:
     """Ascribe tokens of unknown origin to `model_step`: the one at which the attempt started."""
-    steps = rollout.response.steps
+    steps = rollout.steps
     if len(steps) == 1 and steps[0][0] != UNKNOWN_STEP:  # nearly all are
         return
-    rollout.response = rollout.response.with_unknown_steps(model_step)
+    rollout.segments = tuple(
+        Segment(segment.tokens.with_unknown_steps(model_step), segment.parent, segment.start)
+        for segment in rollout.segments
+    )
 
 
 def pack_ids(ids: Sequence[int] | IntArray | bytes) -> bytes:

@@ -18,9 +18,10 @@ import pydantic
 
 from penstock.config import Config, import_name
 from penstock.errors import DataFailure, InfrastructureFailure, Interrupted, RolloutFailure, RunError
-from penstock.ports import Completion, Engine, GenerateRequest, Judger, Local, Placement, Tokenizer
+from penstock.ports import Completion, Description, Engine, GenerateRequest, Judger, Local, Placement, Tokenizer
 from penstock.rollout import (
     Failure,
+    FailureReason,
     FinishReason,
     Group,
     RolloutState,
@@ -149,7 +150,9 @@ class AgentLoop:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            raise DataFailure(f"tool did not answer within {timeout_s:g} s", reason="tool_deadline") from None
+            raise DataFailure(
+                f"tool did not answer within {timeout_s:g} s", reason=FailureReason.TOOL_DEADLINE
+            ) from None
         ids = self.tokenizer.encode(text)
         last_step = rollout.response.steps[-1][0] if rollout.response.steps else -1
         rollout.response = rollout.response.append(ids, trained=False, model_step=last_step)
@@ -196,7 +199,7 @@ class AgentLoop:
             rollout.fail(failure.as_failure())
         except Exception as error:
             message = f"{type(self).__name__} raised {type(error).__name__}: {error}"
-            rollout.fail(Failure(reason="agent_loop_error", message=message))
+            rollout.fail(Failure(reason=FailureReason.AGENT_LOOP_ERROR, message=message))
         finally:
             del self._next_turn[rollout.rollout_id], self._stages[rollout.rollout_id]
 
@@ -210,7 +213,7 @@ class AgentLoop:
                 raise
             stage = self.stage(rollout.rollout_id)
             message = f"{rollout.rollout_id} was not played within {self._rollout_timeout_s:g} s; it was in: {stage}"
-            raise InfrastructureFailure(message, reason="rollout_deadline") from None
+            raise InfrastructureFailure(message, reason=FailureReason.ROLLOUT_DEADLINE) from None
 
     async def _judge_together(self, group: Group) -> None:
         """When every answer is whole; also those judged before, because a score depends on the siblings."""
@@ -226,7 +229,7 @@ class AgentLoop:
         last = rollout.turns[-1] if rollout.turns else None
         rollout.finish_reason = (last.finish_reason if last is not None else None) or FinishReason.STOP
         if not len(rollout.response):
-            raise DataFailure(f"{type(self).__name__} made no token", reason="empty_answer")
+            raise DataFailure(f"{type(self).__name__} made no token", reason=FailureReason.EMPTY_ANSWER)
         rollout.response_text = "".join(turn.text for turn in rollout.turns)
 
     async def _bounded_judging(self, rollouts: Group, judge: Callable[[], Awaitable[None]]) -> None:
@@ -268,7 +271,7 @@ class AgentLoop:
             rollout.reward = verdict
             return
         reason = verdict.reason if isinstance(verdict, Unjudged) else f"score is {verdict.score}"
-        rollout.fail(Failure(reason="unjudged", message=reason))
+        rollout.fail(Failure(reason=FailureReason.UNJUDGED, message=reason))
 
     async def _ask_engine(self, rollout: RolloutState, params: SampleParams, begun: int) -> Completion:
         total = len(rollout.response)
@@ -290,7 +293,7 @@ class AgentLoop:
         except TimeoutError:
             raise InfrastructureFailure(
                 f"engine did not answer rollout {rollout.rollout_id} within {self._request_timeout_s:g} s",
-                reason="engine_deadline",
+                reason=FailureReason.ENGINE_DEADLINE,
             ) from None
         finally:
             self._requests.discard(request.request_id)
@@ -309,7 +312,7 @@ class AgentLoop:
             raise DataFailure(
                 f"generate was called with another distribution ({params}) than the task's sample_params ({own}); "
                 "only max_tokens, min_tokens and stops may differ",
-                reason="sampling_params",
+                reason=FailureReason.SAMPLING_PARAMS,
             )
         return params
 
@@ -326,7 +329,9 @@ def check_completion(completion: Completion, rollout_id: str) -> None:
         problem = f"no token and finish reason {completion.finish_reason}"
     else:
         return
-    raise InfrastructureFailure(f"engine answered rollout {rollout_id} with {problem}", reason="engine_nonsense")
+    raise InfrastructureFailure(
+        f"engine answered rollout {rollout_id} with {problem}", reason=FailureReason.ENGINE_NONSENSE
+    )
 
 
 def rollout_seed(run_seed: int, rollout: RolloutState) -> int:
@@ -368,20 +373,22 @@ class AgentLoopConfig(Config):
         placement: Placement | None = None,
     ) -> AgentLoop:
         loop = import_name(self.loop) if isinstance(self.loop, str) else self.loop
-        return (placement or Local()).place(
-            lambda: loop(
-                engine=engine,
-                tokenizer=tokenizer,
-                judger=judger,
-                sample_params=self.sample_params,
-                run_seed=run_seed,
-                request_timeout_s=self.request_timeout_s,
-                judge_timeout_s=self.judge_timeout_s,
-                rollout_timeout_s=self.rollout_timeout_s,
-                **self.arguments,
-            ),
+        description = Description(
             name=f"agent loop {loop.__name__}",
+            build=loop,
+            arguments={
+                "sample_params": self.sample_params,
+                "run_seed": run_seed,
+                "request_timeout_s": self.request_timeout_s,
+                "judge_timeout_s": self.judge_timeout_s,
+                "rollout_timeout_s": self.rollout_timeout_s,
+                **self.arguments,
+            },
+            ports=("engine", "tokenizer", "judger"),
             num_actors=self.num_ray_actors,
             num_cpus=self.num_cpus_per_actor,
             memory=self.cpu_memory_per_actor,
         )
+        ports = {"engine": engine, "tokenizer": tokenizer, "judger": judger}
+        placed: AgentLoop = (placement or Local()).place(description, ports)
+        return placed

@@ -32,6 +32,7 @@ from penstock.ports import (
     PauseMode,
     WeightSource,
 )
+from penstock.rollout import FailureReason
 from penstock.weights.confirm import load_confirmed
 
 MAX_REROUTES = 2
@@ -103,12 +104,12 @@ class RolloutController:
             if member.times_fenced == times_fenced:
                 failure = InfrastructureFailure(
                     f"engine {member.name} did not answer {request.request_id} within {timeout_s:g} s",
-                    reason="engine_deadline",
+                    reason=FailureReason.ENGINE_DEADLINE,
                 )
                 self._count_failure(member, failure)
             else:
                 failure = InfrastructureFailure(
-                    f"engine {member.name} was fenced: {member.last_failure}", reason="engine_fenced"
+                    f"engine {member.name} was fenced: {member.last_failure}", reason=FailureReason.ENGINE_FENCED
                 )
             raise failure from None
         except InfrastructureFailure as failed:
@@ -130,7 +131,7 @@ class RolloutController:
         if wrong:
             failure = f"answered {request.request_id} with model step {wrong[0]}; published is {fleet.published}"
             fleet.fence(member, failure)
-            raise InfrastructureFailure(f"engine {member.name} {failure}", reason="engine_nonsense")
+            raise InfrastructureFailure(f"engine {member.name} {failure}", reason=FailureReason.ENGINE_NONSENSE)
 
     def _count_failure(self, member: Member, failure: InfrastructureFailure) -> None:
         if member.state is not EngineState.ACTIVE:
@@ -279,13 +280,15 @@ class RolloutController:
         """Returns if an active engine says that it is well. Waits for the first to start."""
         self._start()
         if not self._fleet.active and any(member.last_failure for member in self._fleet.members):
-            raise InfrastructureFailure(f"no engine is active: {self._fleet.describe()}", reason="no_engine")
+            raise InfrastructureFailure(
+                f"no engine is active: {self._fleet.describe()}", reason=FailureReason.NO_ENGINE
+            )
         try:
             await self._until(lambda: self._fleet.active)
         except PenstockError as error:
-            raise InfrastructureFailure(str(error), reason="no_engine") from error
+            raise InfrastructureFailure(str(error), reason=FailureReason.NO_ENGINE) from error
         if not any(await asyncio.gather(*map(self._is_well, self._fleet.active))):
-            raise InfrastructureFailure(f"no engine is well: {self._fleet.describe()}", reason="no_engine")
+            raise InfrastructureFailure(f"no engine is well: {self._fleet.describe()}", reason=FailureReason.NO_ENGINE)
 
     async def _is_well(self, member: Member) -> bool:
         try:
@@ -334,11 +337,11 @@ class RolloutController:
                 while member.state is not EngineState.ACTIVE:
                     if member.gone:
                         message = f"engine {name} was given up: {member.last_failure}"
-                        raise InfrastructureFailure(message, reason="engine_gone")
+                        raise InfrastructureFailure(message, reason=FailureReason.ENGINE_GONE)
                     await self._fleet.changed.wait()
         except TimeoutError:
             message = f"engine {name} did not come back within {timeout_s:g} s: {member.last_failure}"
-            raise InfrastructureFailure(message, reason="engine_start_deadline") from None
+            raise InfrastructureFailure(message, reason=FailureReason.ENGINE_START_DEADLINE) from None
 
     async def close(self) -> None:
         """End the supervision and close every engine. What is open fails. Idempotent."""
@@ -385,4 +388,4 @@ def _checksum(source: WeightSource) -> str | None:
 
 
 def _closed() -> InfrastructureFailure:
-    return InfrastructureFailure("the rollout controller was closed", reason="engine_closed")
+    return InfrastructureFailure("the rollout controller was closed", reason=FailureReason.ENGINE_CLOSED)

@@ -27,6 +27,7 @@ from penstock.errors import (
     WeightSyncError,
 )
 from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, PauseMode
+from penstock.rollout import FailureReason
 from penstock.weights.stored import StoredWeights
 
 MAX_FRAME = 64 << 20
@@ -113,7 +114,9 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
     try:
         (size,) = struct.unpack(">I", await reader.readexactly(4))
         if size > MAX_FRAME:
-            raise InfrastructureFailure(f"a frame of {size} bytes; at most {MAX_FRAME} are read", reason="bad_frame")
+            raise InfrastructureFailure(
+                f"a frame of {size} bytes; at most {MAX_FRAME} are read", reason=FailureReason.BAD_FRAME
+            )
         return await reader.readexactly(size)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
@@ -130,5 +133,5 @@ def error_to_wire(error: Exception) -> WireError:
 def error_from_wire(error: WireError) -> PenstockError:
     kind = _ERRORS.get(error.kind, InfrastructureFailure)
     if issubclass(kind, RolloutFailure):
-        return kind(error.message, reason=error.reason or "engine_error")
+        return kind(error.message, reason=FailureReason(error.reason or "engine_error"))
     return kind(error.message.split("\n")) if issubclass(kind, RefusedError) else kind(error.message)

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from penstock.engine.config import RolloutControllerConfig
 from penstock.errors import EngineUnavailable
 from penstock.ports import Engine, EngineStats, KeptWeights, PauseMode, WeightSource
+from penstock.rollout import FailureReason
 
-DEAD = frozenset({"engine_died", "engine died", "engine_closed", "engine closed"})
+DEAD = frozenset({FailureReason.ENGINE_DIED, FailureReason.ENGINE_CLOSED})
 """Reasons of failures after which nothing more can come from an engine; they need no series."""
 
 

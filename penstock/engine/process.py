@@ -24,6 +24,7 @@ from penstock.engine.frames import START, Failed, Reply, Setup, error_from_wire,
 from penstock.engine.remote import RemoteEngine
 from penstock.errors import InfrastructureFailure, PenstockError
 from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, PauseMode, WeightSource
+from penstock.rollout import FailureReason
 
 LAST_LINES = 20
 _LINE_LIMIT = 2000
@@ -119,7 +120,7 @@ class ProcessEngine:
             raise InfrastructureFailure(
                 f"the engine's process did not load {self._setup.model_dir} within {self._start_timeout_s:g} s"
                 f"{child.last_words()}",
-                reason="engine_start_deadline",
+                reason=FailureReason.ENGINE_START_DEADLINE,
             ) from None
         finally:
             if child.engine is None:
@@ -163,7 +164,7 @@ class _Child:
         except OSError as error:
             ours.close()
             message = f"the engine's process could not be started: {error}"
-            raise InfrastructureFailure(message, reason="engine_start") from error
+            raise InfrastructureFailure(message, reason=FailureReason.ENGINE_START) from error
         finally:
             theirs.close()
         return cls(process, ours)
@@ -195,7 +196,7 @@ class _Child:
         code = self.process.returncode
         assert code is not None
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        return InfrastructureFailure(f"the engine's process {how}{self.last_words()}", reason="engine_died")
+        return InfrastructureFailure(f"the engine's process {how}{self.last_words()}", reason=FailureReason.ENGINE_DIED)
 
     def last_words(self) -> str:
         return "".join(f"\n  {line}" for line in self._lines)
@@ -243,7 +244,7 @@ def _signal_name(number: int) -> str:
 
 
 def _closed() -> InfrastructureFailure:
-    return InfrastructureFailure("the engine was closed", reason="engine_closed")
+    return InfrastructureFailure("the engine was closed", reason=FailureReason.ENGINE_CLOSED)
 
 
 def _take_note(task: asyncio.Task[RemoteEngine]) -> None:

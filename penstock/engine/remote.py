@@ -13,6 +13,7 @@ import msgspec
 from penstock.engine.frames import METHODS, Call, Cancel, Failed, Reply, error_from_wire, frame, read_frame
 from penstock.errors import InfrastructureFailure, WeightSyncError
 from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, PauseMode, WeightSource
+from penstock.rollout import FailureReason
 from penstock.weights.shared_memory import SharedMemoryBuffer
 from penstock.weights.stored import DiskWeights, SharedMemoryWeights
 
@@ -73,7 +74,7 @@ class RemoteEngine:
 
     async def close(self) -> None:
         """Close the stream; the other side ends then. What is open fails. Idempotent."""
-        self._end = self._end or InfrastructureFailure("the engine was closed", reason="engine_closed")
+        self._end = self._end or InfrastructureFailure("the engine was closed", reason=FailureReason.ENGINE_CLOSED)
         self._fail_open(self._end)
         self._writer.close()
         # The stream ends when the other side closes it too, or is killed; that is the owner's to see to.
@@ -117,7 +118,9 @@ class RemoteEngine:
             problem = error
         end = await self._why_ended()
         if problem is not None:
-            end = InfrastructureFailure(f"the engine sent what cannot be read: {problem}; {end}", reason="bad_frame")
+            end = InfrastructureFailure(
+                f"the engine sent what cannot be read: {problem}; {end}", reason=FailureReason.BAD_FRAME
+            )
         self._end = self._end or end
         self._fail_open(self._end)
 

@@ -47,7 +47,7 @@ from penstock.engine.vllm_answers import Answer, Stopwatch, StraddlingStop, seed
 from penstock.engine.vllm_environment import WITHOUT_AMX, die_with_parent
 from penstock.errors import DataFailure, InfrastructureFailure, RunError, WeightSyncError
 from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, PauseMode, Tokenizer, WeightSource
-from penstock.rollout import unpack_ids
+from penstock.rollout import FailureReason, unpack_ids
 from penstock.weights.stored import DiskWeights, SharedMemoryWeights, StoredWeights
 
 BACKEND = "penstock"
@@ -293,7 +293,9 @@ class VllmEngine:
 
     def _check_weights(self) -> None:
         if self._damage:
-            raise InfrastructureFailure(f"{self._damage}; the engine must be restarted", reason="weights damaged")
+            raise InfrastructureFailure(
+                f"{self._damage}; the engine must be restarted", reason=FailureReason.WEIGHTS_DAMAGED
+            )
 
     def _note_work(self) -> None:
         self._busy.run(bool(self._live) and self._pause is None)
@@ -318,7 +320,7 @@ def _as_failures(name: str) -> Iterator[None]:
     try:
         yield
     except VLLMClientError as error:
-        raise DataFailure(f"request {name}: vLLM refused it: {error}", reason="refused") from error
+        raise DataFailure(f"request {name}: vLLM refused it: {error}", reason=FailureReason.REQUEST_REFUSED) from error
     except EngineDeadError:
         # Its last words are on standard error, which the owner of this process tells with how it ended.
         sys.stderr.flush()
@@ -326,7 +328,7 @@ def _as_failures(name: str) -> Iterator[None]:
     except VLLMServerError as error:
         cause = error.__cause__ or error
         raise InfrastructureFailure(
-            f"{name}: vLLM failed: {type(cause).__name__}: {cause}", reason="engine_error"
+            f"{name}: vLLM failed: {type(cause).__name__}: {cause}", reason=FailureReason.ENGINE_ERROR
         ) from error
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.errors import InfrastructureFailure
 from penstock.ports import Completion, Tokenizer
-from penstock.rollout import FinishReason, pack_ids, pack_logprobs
+from penstock.rollout import FailureReason, FinishReason, pack_ids, pack_logprobs
 
 _FINISH = {str(reason): reason for reason in FinishReason}
 INITIAL_VERSION = "default"
@@ -53,7 +53,8 @@ class Answer:
         finish_reason = _FINISH.get(self._finish_reason or "") if self.cut is None else FinishReason.STOP
         if finish_reason is None:
             raise InfrastructureFailure(
-                f"request {self.request_id}: vLLM ended it with {self._finish_reason!r}", reason="engine_error"
+                f"request {self.request_id}: vLLM ended it with {self._finish_reason!r}",
+                reason=FailureReason.ENGINE_ERROR,
             )
         return Completion(
             ids=pack_ids(self.ids[: self.cut]),

@@ -112,8 +112,9 @@ class _Several(Judger):
     def __init__(self, parts: Mapping[str, Judger]) -> None:
         self._parts = dict(parts)
 
-    def metrics(self) -> dict[str, float]:
-        return {f"{name}/{key}": value for name, part in self._parts.items() for key, value in part.metrics().items()}
+    async def metrics(self) -> dict[str, float]:
+        told = {name: await part.metrics() for name, part in self._parts.items()}
+        return {f"{name}/{key}": value for name, metrics in told.items() for key, value in metrics.items()}
 
     async def close(self) -> None:
         for part in self._parts.values():

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from penstock.config import Config
-from penstock.ports import Judger, Local, Placement
-
-T = TypeVar("T")
+from penstock.ports import Description, Judger, Local, Placement
 
 
 class JudgerConfig(Config, abc.ABC):
@@ -42,14 +40,14 @@ class JudgerSet:
         self._built.append((config, judger))
         return judger
 
-    def place(self, build: Callable[[], T], *, name: str, num_actors: int, num_cpus: float, memory: int) -> T:
-        return self._placement.place(build, name=name, num_actors=num_actors, num_cpus=num_cpus, memory=memory)
+    def place(self, description: Description, ports: Mapping[str, Any]) -> Any:
+        return self._placement.place(description, ports)
 
-    def metrics(self) -> dict[str, float]:
+    async def metrics(self) -> dict[str, float]:
         """Of all judgers together."""
         total: dict[str, float] = {}
         for _, judger in self._built:
-            for name, value in judger.metrics().items():
+            for name, value in (await judger.metrics()).items():
                 total[name] = max(total.get(name, 0.0), value) if "latency" in name else total.get(name, 0.0) + value
         return total
 

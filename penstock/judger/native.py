@@ -32,7 +32,7 @@ from penstock.judger.handler import (
 from penstock.judger.pool import CallFailed, PoolLimits, WorkerPool
 from penstock.judger.slots import NoSlot, Slots
 from penstock.judger.worker import Reply, as_reply, describe_error
-from penstock.ports import Judger, Local, Placement
+from penstock.ports import Description, Judger, Local, Placement
 from penstock.rollout import RolloutState, Unjudged, Verdict
 
 Seconds = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
@@ -77,13 +77,18 @@ class NativeJudgerConfig(JudgerConfig):
 
     def build(self, placement: Placement = Local()) -> Judger:  # noqa: B008 - it has no state
         """Raises ConfigError when the function cannot be used. Worker processes start with the first call."""
-        return placement.place(
-            lambda: NativeJudger(self),
-            name=f"judger {handler_name(self.reward_handler)}",
-            num_actors=self.num_ray_actors,
-            num_cpus=self.num_cpus_per_actor,
-            memory=self.cpu_memory_per_actor,
+        judger: Judger = placement.place(
+            Description(
+                name=f"judger {handler_name(self.reward_handler)}",
+                build=NativeJudger,
+                arguments={"config": self},
+                num_actors=self.num_ray_actors,
+                num_cpus=self.num_cpus_per_actor,
+                memory=self.cpu_memory_per_actor,
+            ),
+            {},
         )
+        return judger
 
 
 class FunctionCaller:
@@ -231,7 +236,7 @@ class NativeJudger(Judger):
             return None
         return hashlib.blake2b(said, digest_size=16).digest()
 
-    def metrics(self) -> dict[str, float]:
+    async def metrics(self) -> dict[str, float]:
         """Since it was built. Latency is per call and includes the wait for a worker."""
         calls = self._counts["calls"]
         return {

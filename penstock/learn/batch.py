@@ -123,7 +123,7 @@ def _check(rollout: RolloutState, group: Group, train_step: int) -> float:
         for fine, problem in (
             (rollout.status is Status.COMPLETED, f"its status is {rollout.status}, not completed"),
             (score is not None and math.isfinite(score), f"its score is {score}, not a finite number"),
-            (len(rollout.response) > 0, "its answer is empty"),
+            (rollout.num_tokens > 0, "its answer is empty"),
             (len(rollout.prompt.ids) > 0, "its prompt has no ids"),
             (rollout.group_id == first.group_id, f"it belongs to group {rollout.group_id!r}"),
             (rollout.prompt.ids == first.prompt.ids, "its prompt is not that of its group"),
@@ -158,7 +158,7 @@ def _metrics(
     groups: Sequence[Group], scores: list[list[float]], trained: list[TrainGroup], train_step: int
 ) -> dict[str, float]:
     flat_scores = np.asarray([score for row in scores for score in row])
-    lengths = np.asarray([len(rollout.response) for group in groups for rollout in group])
+    lengths = np.asarray([rollout.num_tokens for group in groups for rollout in group])
     cut = [rollout.finish_reason is FinishReason.LENGTH for group in groups for rollout in group]
     answers = [answer for group in trained for answer in group.answers]
     written = [rollout.response_mask == 1 for group in groups for rollout in group]

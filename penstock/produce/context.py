@@ -18,7 +18,7 @@ from penstock.ports import AgentLoop
 from penstock.produce.failures import FailurePolicy
 from penstock.produce.progress import ProduceProgress
 from penstock.replay import DiscardReason, GroupState, ReplayBuffer, Signal, StaleRule
-from penstock.rollout import Failure, Group, RolloutState, Status, count_tokens, get_group_status
+from penstock.rollout import Failure, FailureReason, Group, RolloutState, Status, count_tokens, get_group_status
 
 IsValidSample = Callable[[Group], bool]
 
@@ -193,16 +193,12 @@ class ProduceContext:
             self._runtime.failures.group_failed(group, reason)
             return False
         self._restart_interrupted(group, attempt)
-        rule = self._runtime.stale_rule
-        stored = await self.buffer.put(
+        stored = self.buffer.put(
             group,
             self.task_name,
             model_step=attempt.model_step,
             current_train_step=self.consumer_step,
-            stale_threshold=rule.stale_threshold,
-            token_stale_threshold=rule.token_stale_threshold,
-            discard_expired=rule.discard_expired,
-            durable=False,
+            stale_threshold=self._runtime.stale_rule,
         )
         if status is Status.COMPLETED:
             self._runtime.group_seconds.append(group[0].group_generate_time_s)
@@ -222,7 +218,7 @@ class ProduceContext:
                 if rollout.turns and not attempt.enable_partial_rollout and rollout.finish_reason is None:
                     attempt.forgotten_tokens += self.buffer.forget_response(rollout, "aborted")
         attempt.looked_at = False
-        attempt.begun_with = {r.rollout_id: len(r.response) for r in group if r.response.mask}
+        attempt.begun_with = {r.rollout_id: r.num_tokens for r in group if r.segments}
         message = ""
         try:
             group = await self.agent_loop.generate_group(group, enable_partial_rollout=attempt.enable_partial_rollout)
@@ -232,13 +228,15 @@ class ProduceContext:
             message = f"{type(self.agent_loop).__name__} raised {type(error).__name__}: {error}"
         for rollout in group:
             if rollout.status is Status.INIT:
-                rollout.fail(Failure("agent_loop_error", message or "the agent loop left the rollout unplayed"))
+                rollout.fail(
+                    Failure(FailureReason.AGENT_LOOP_ERROR, message or "the agent loop left the rollout unplayed")
+                )
             elif rollout.status is Status.ABORTED and rollout.finish_reason is None and not self.should_abort():
                 # Taken as an engine's failure: an engine that is paused by somebody else would be asked for ever.
-                rollout.fail(Failure("engine_abort", "interrupted although production is not paused", True))
+                rollout.fail(Failure(FailureReason.ENGINE_ABORT, "interrupted although production is not paused", True))
             elif _has_future_tokens(rollout, attempt):
-                message = f"tokens are ascribed to weights newer than {attempt.model_step}: {rollout.response.steps}"
-                rollout.fail(Failure("engine_nonsense", message, True))
+                message = f"tokens are ascribed to weights newer than {attempt.model_step}: {rollout.steps}"
+                rollout.fail(Failure(FailureReason.ENGINE_NONSENSE, message, True))
         attempt.looked_at = True
         return group
 
@@ -246,7 +244,7 @@ class ProduceContext:
         """Forget the failed answers and wait out the backoff; False when a pause came first."""
         pause_s = max(self._runtime.failures.backoff_s(rollout) for rollout in failed)
         for rollout in failed:
-            if rollout.error is not None and rollout.error.reason == "unjudged":
+            if rollout.error is not None and rollout.error.reason is FailureReason.UNJUDGED:
                 # The answer is whole; only its judging is tried again.
                 rollout.error = None
             else:
@@ -304,7 +302,7 @@ class ProduceContext:
                     rollout.status = Status.MAX_TRIES
 
     async def _discard(self, group: Group, reason: DiscardReason) -> None:
-        await self.buffer.discard(group, self.task_name, reason, train_step=self.consumer_step, durable=False)
+        self.buffer.discard(group, self.task_name, reason, train_step=self.consumer_step)
 
     def _attempt_that_never_began(self, group: Group) -> Attempt:
         """For a group whose task was cancelled before its first step."""
@@ -322,7 +320,7 @@ class ProduceContext:
 
 def _has_future_tokens(rollout: RolloutState, attempt: Attempt) -> bool:
     """Whether a token of this attempt claims weights newer than those that were served."""
-    steps = rollout.response.steps
+    steps = rollout.steps
     if not steps or max(steps)[0] <= attempt.model_step:
         return False
     end, begun_with = 0, attempt.begun_with.get(rollout.rollout_id, 0)

@@ -16,7 +16,7 @@ import pydantic
 from penstock.config import Config
 from penstock.errors import CircuitOpen, StorageError
 from penstock.replay import DiscardReason
-from penstock.rollout import Group, RolloutState, Status
+from penstock.rollout import FailureReason, Group, RolloutState, Status
 
 
 class FailurePolicyConfig(Config):
@@ -59,7 +59,7 @@ class FailurePolicy:
 
     def may_leave(self, given_up: Group, group: Group) -> bool:
         """Whether the group can do without these: they only lack a verdict, and enough siblings are left."""
-        unjudged = all(r.error is not None and r.error.reason == "unjudged" for r in given_up)
+        unjudged = all(r.error is not None and r.error.reason is FailureReason.UNJUDGED for r in given_up)
         needed = self.config.min_group_size or len(group)
         return unjudged and len(group) - len(given_up) >= needed
 
@@ -67,7 +67,7 @@ class FailurePolicy:
         """Why a failed group is discarded: that of its first failed rollout."""
         failed = next(rollout for rollout in group if rollout.status is Status.FAILED)
         assert failed.error is not None
-        if failed.error.reason == "unjudged":
+        if failed.error.reason is FailureReason.UNJUDGED:
             return DiscardReason.UNJUDGED
         return DiscardReason.RETRIES_EXHAUSTED if failed.error.infrastructure else DiscardReason.FAILED
 

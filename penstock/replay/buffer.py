@@ -1,7 +1,7 @@
 """ReplayBuffer: what was drawn and is not yet trained, and where each group stands.
 
 Every change is one move of `lifecycle`, applied here at once and recorded in order by the storage. Reading and moving
-never wait; only `put` and `flush` do, for durability, and `wait_ready`, for groups to finish.
+never wait; only `flush` does, for durability, and `wait_ready`, for groups to finish.
 """
 
 from __future__ import annotations
@@ -89,28 +89,19 @@ class ReplayBuffer:
 
     # Finishing: out of RUNNING.
 
-    async def put(
-        self,
-        group: Group,
-        task: str,
-        *,
-        model_step: int,
-        current_train_step: int,
-        stale_threshold: int,
-        token_stale_threshold: int | None = None,
-        discard_expired: bool = False,
-        durable: bool = True,
+    def put(
+        self, group: Group, task: str, *, model_step: int, current_train_step: int, stale_threshold: StaleRule | int
     ) -> Status:
         """Store a played group under its status and return the status it has after staleness was applied.
 
-        `model_step` is that of the attempt's start and fills missing token versions. Returns when it is durable;
-        without `durable` at once, for a caller that flushes.
+        `model_step` is that of the attempt's start and fills missing token versions. `stale_threshold` is the task's
+        whole rule, or a number where expired groups wait and no token is masked. It is durable after the next `flush`.
         """
         entry = self._running(group, task)
         for rollout in group:
             fill_model_steps(rollout, model_step)
         entry.group = group
-        entry.rule = StaleRule(stale_threshold, token_stale_threshold, discard_expired)
+        entry.rule = StaleRule(stale_threshold) if isinstance(stale_threshold, int) else stale_threshold
         self._count_tokens(entry)
         status = get_group_status(group)
         if status not in WAITING:
@@ -119,25 +110,19 @@ class ReplayBuffer:
         self._move(entry, first, train_step=current_train_step, content=True)
         status = self._shelve(entry, current_train_step)
         self.changed.notify()
-        if durable:
-            await self._storage.flush()
         return status
 
-    async def discard(
-        self, group: Group, task: str, reason: DiscardReason, *, train_step: int = 0, durable: bool = True
-    ) -> None:
+    def discard(self, group: Group, task: str, reason: DiscardReason, *, train_step: int = 0) -> None:
         """End a running group for a reason; nothing of it is held any more."""
         entry = self._running(group, task)
         entry.group = group
         self._count_tokens(entry)
         self._discard(entry, reason, train_step, detail=_failures(group))
         self.changed.notify()
-        if durable:
-            await self._storage.flush()
 
     def forget_response(self, rollout: RolloutState, why: str) -> int:
         """Drop a running rollout's answer to make it again; its tokens count as wasted. Returns how many."""
-        n = len(rollout.response)
+        n = rollout.num_tokens
         entry = self._entries[rollout.group_id]
         if n:
             entry.waste(why, n)

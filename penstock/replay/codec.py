@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.rollout import Failure, FinishReason, Group, Prompt, RolloutState, Status, Tokens, Turn, Verdict
+from penstock.rollout import Failure, FinishReason, Group, Prompt, RolloutState, Status, Tokens, Turn, Verdict, linear
 
 _LETTERS = {
     Status.INIT: "i",
@@ -124,7 +124,7 @@ class StoredGroup(msgspec.Struct, frozen=True, gc=False):
                 prompt=drawn.prompt,
                 rollout_id=stored.rollout_id,
                 status=status,
-                response=Tokens(stored.ids, stored.logprobs, stored.mask, stored.steps),
+                segments=linear(Tokens(stored.ids, stored.logprobs, stored.mask, stored.steps)),
                 response_text=stored.response_text,
                 turns=stored.turns,
                 finish_reason=stored.finish_reason,
@@ -163,7 +163,7 @@ class ModelSteps(NamedTuple):
 
 
 def model_steps(group: Group) -> ModelSteps:
-    different = {rollout.response.steps for rollout in group}
+    different = {rollout.steps for rollout in group}
     made = {step for steps in different for step, _ in steps}
     if not made:
         return ModelSteps()

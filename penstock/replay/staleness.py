@@ -46,7 +46,7 @@ class StaleRule(msgspec.Struct, frozen=True, gc=False):
 
     def expires_at(self, rollout: RolloutState) -> int:
         """The first train step for which this rollout is too stale; NEVER without tokens of known origin."""
-        steps = rollout.response.steps
+        steps = rollout.steps
         if not steps:
             return NEVER
         if len(steps) == 1:  # nearly all are: made by one version of the weights
@@ -71,8 +71,8 @@ class StaleRule(msgspec.Struct, frozen=True, gc=False):
         seen: tuple[tuple[int, int], ...] | None = None
         for rollout in group:
             if rollout.status is Status.COMPLETED or rollout.status is Status.ABORTED:
-                if rollout.response.steps != seen:  # siblings are mostly made by the same weights
-                    seen, expires_at = rollout.response.steps, self.expires_at(rollout)
+                if rollout.steps != seen:  # siblings are mostly made by the same weights
+                    seen, expires_at = rollout.steps, self.expires_at(rollout)
                 if expires_at <= train_step:
                     rollout.status = Status.EXPIRED
                 elif expires_at < upcoming:
@@ -82,10 +82,10 @@ class StaleRule(msgspec.Struct, frozen=True, gc=False):
 
 def rollout_staleness(rollout: RolloutState, train_step: int) -> int:
     """Of its oldest token."""
-    steps = rollout.response.steps
+    steps = rollout.steps
     return calculate_seq_staleness(min(steps)[0], train_step) if steps else 0
 
 
 def group_staleness(group: Group, train_step: int) -> int:
-    made = {rollout.response.steps for rollout in group if rollout.response.steps}
+    made = {rollout.steps for rollout in group if rollout.steps}
     return max([calculate_seq_staleness(min(steps)[0], train_step) for steps in made], default=0)

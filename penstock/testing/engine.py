@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.errors import InfrastructureFailure
 from penstock.ports import Completion, EngineStats, GenerateRequest, PauseMode, WeightSource
-from penstock.rollout import FinishReason
+from penstock.rollout import FailureReason, FinishReason
 from penstock.testing.script import Distribution, constant, uniform
 from penstock.testing.tokenizer import END
 
@@ -116,7 +116,7 @@ class ScriptedEngine:
         if fault < self.faults.pause_hangs:
             await asyncio.get_running_loop().create_future()
         if fault < self.faults.pause_hangs + self.faults.pause_fails:
-            raise InfrastructureFailure("the scripted engine did not take the pause", reason="scripted")
+            raise InfrastructureFailure("the scripted engine did not take the pause", reason=FailureReason.ENGINE_ERROR)
         if self.script.pause_s:
             await asyncio.sleep(self.script.pause_s)
         self._paused = mode
@@ -237,7 +237,9 @@ class ScriptedEngine:
         if serving.done.done():
             return
         if serving.fault == "fails":
-            serving.done.set_exception(InfrastructureFailure("the scripted engine failed", reason="scripted"))
+            serving.done.set_exception(
+                InfrastructureFailure("the scripted engine failed", reason=FailureReason.ENGINE_ERROR)
+            )
             return
         last = min(len(serving.answer), serving.request.params.max_tokens)
         self._make(serving, max(0, last - serving.made))
@@ -262,7 +264,7 @@ class ScriptedEngine:
 
 
 def _closed() -> InfrastructureFailure:
-    return InfrastructureFailure("the scripted engine was closed", reason="engine_closed")
+    return InfrastructureFailure("the scripted engine was closed", reason=FailureReason.ENGINE_CLOSED)
 
 
 def _completion(serving: _Serving, finish_reason: FinishReason) -> Completion:

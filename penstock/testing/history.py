@@ -201,7 +201,7 @@ class RecordingStorage:
         self._random = random.Random(f"flush {seed}")
 
     def record(self, transition: Transition, group: Group | None = None, cursor: int | None = None) -> None:
-        steps = tuple(rollout.response.steps for rollout in group) if group is not None else None
+        steps = tuple(rollout.steps for rollout in group) if group is not None else None
         self.history.events.append(Event(transition, cursor, steps))
         self._inner.record(transition, group, cursor)
 

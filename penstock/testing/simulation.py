@@ -216,11 +216,11 @@ class Run:
             raise PenstockError(f"step {train_step}: {len(result.groups)} groups, not {self.scenario.batch_size}")
         for rollout in (rollout for group in result.groups for rollout in group):
             judged = rollout.reward is not None and math.isfinite(rollout.reward.score)
-            newest = max((step for step, _ in rollout.response.steps), default=0)
+            newest = max((step for step, _ in rollout.steps), default=0)
             if rollout.status is not Status.COMPLETED or not judged or newest > self.newest_weights():
                 raise PenstockError(
                     f"step {train_step}: consumed {rollout.rollout_id}, {rollout.status}, {rollout.reward}, "
-                    f"tokens of {rollout.response.steps}, weights {self.manager.model_step}"
+                    f"tokens of {rollout.steps}, weights {self.manager.model_step}"
                 )
 
     def _require_none_pending(self) -> None:

@@ -282,11 +282,11 @@ class RLTrainer:
         if self._refused_in_a_row >= MAX_REFUSED_IN_A_ROW:
             raise StepRefused(f"train step {train_step} was refused {self._refused_in_a_row} times in a row: {refused}")
 
-    def _log(self, train_step: int, metrics: dict[str, float], times: StageTimes) -> None:
+    async def _log(self, train_step: int, metrics: dict[str, float], times: StageTimes) -> None:
         seconds = times.seconds
         step_s = sum(seconds.values())
         self.summary.train_seconds += step_s
-        judging = {f"judger/{name}": value for name, value in self.parts.judgers.metrics().items()}
+        judging = {f"judger/{name}": value for name, value in (await self.parts.judgers.metrics()).items()}
         metrics = metrics | judging | times.metrics() | {"time/step_s": step_s}
         if seconds.get("train"):
             metrics["tokens/trained_per_s"] = metrics["trained_tokens"] / seconds["train"]

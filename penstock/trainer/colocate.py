@@ -36,6 +36,6 @@ class RLColocateTrainer(RLTrainer):
                 await self.parts.channel.publish(self.parts.worker, train_step)
         if metrics is None:
             return False
-        self._log(train_step, metrics, times)
+        await self._log(train_step, metrics, times)
         await self._after_step(train_step)
         return True

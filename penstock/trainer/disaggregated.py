@@ -78,7 +78,7 @@ class RLDisaggregatedTrainer(RLTrainer):
             await self._sync(train_step, times)
         metrics["share/engine_idle"] = await self._engine_clock.idle_share(self.parts.engine)
         metrics["share/trainer_wait"] = times.seconds["produce"] / sum(times.seconds.values())
-        self._log(train_step, metrics, times)
+        await self._log(train_step, metrics, times)
         await self._after_step(train_step)
         return True
 

@@ -168,7 +168,7 @@ def _one_source(groups: Sequence[Group], success_score: float) -> dict[str, floa
         "score": float(np.mean([_score(rollout) for rollout in rollouts])),
         f"pass@{k}": float(np.mean([any(row[:k]) for row in right])),
         f"avg@{k}": float(np.mean([np.mean(row[:k]) for row in right])),
-        "length": float(np.mean([len(rollout.response) for rollout in rollouts])),
+        "length": float(np.mean([rollout.num_tokens for rollout in rollouts])),
         "truncated_share": float(np.mean([rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts])),
     }
 

@@ -172,8 +172,8 @@ class _TimedJudger(Judger):
         with self._profile.rollout("judge", task=group[0].task_name, rollout_id=group[0].group_id):
             return await self._judger.judge_group(group)
 
-    def metrics(self) -> dict[str, float]:
-        return self._judger.metrics()
+    async def metrics(self) -> dict[str, float]:
+        return await self._judger.metrics()
 
     async def close(self) -> None:
         await self._judger.close()

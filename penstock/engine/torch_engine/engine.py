@@ -22,6 +22,7 @@ from penstock.engine.torch_engine.scheduler import Outcome, Scheduler, Watch
 from penstock.errors import InfrastructureFailure, RunError
 from penstock.models.threads import release_threads
 from penstock.ports import Completion, EngineStats, GenerateRequest, PauseMode, Tokenizer, WeightSource
+from penstock.rollout import FailureReason
 
 T = TypeVar("T")
 
@@ -222,8 +223,8 @@ class EmbeddedEngine:
 
     def _why_ended(self) -> InfrastructureFailure:
         if self._death is None:
-            return InfrastructureFailure("the engine was closed", reason="engine closed")
-        failure = InfrastructureFailure(f"the engine's thread died: {self._death!r}", reason="engine died")
+            return InfrastructureFailure("the engine was closed", reason=FailureReason.ENGINE_CLOSED)
+        failure = InfrastructureFailure(f"the engine's thread died: {self._death!r}", reason=FailureReason.ENGINE_DIED)
         failure.__cause__ = self._death
         return failure
 

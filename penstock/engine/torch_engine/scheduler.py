@@ -23,7 +23,7 @@ from penstock.engine.torch_engine.scratch import Scratch
 from penstock.engine.torch_engine.slots import Slots, indices
 from penstock.errors import InfrastructureFailure
 from penstock.ports import Completion, WeightSource
-from penstock.rollout import FinishReason
+from penstock.rollout import FailureReason, FinishReason
 
 Outcome = Completion | InfrastructureFailure
 Finish = Callable[[Row, Outcome], None]
@@ -182,7 +182,7 @@ class Scheduler:
             ends[slot] = InfrastructureFailure(
                 f"request {self._row(slot).request.request_id}: the logits are not finite at model step "
                 f"{self.model_step}; the weights are broken",
-                reason="logits not finite",
+                reason=FailureReason.LOGITS_NOT_FINITE,
             )
         self._end_slots(ends)
         if any(isinstance(end, InfrastructureFailure) for end in ends.values()):

@@ -120,7 +120,7 @@ def test_siblings_never_share_a_seed_and_a_new_try_has_a_new_one() -> None:
 @pytest.mark.parametrize(
     ("faults", "reason", "infrastructure"),
     [
-        (EngineFaults(fails=1.0), "scripted", True),
+        (EngineFaults(fails=1.0), "engine_error", True),
         (EngineFaults(hangs=1.0), "engine_deadline", True),
         (EngineFaults(nonsense=1.0), "engine_nonsense", True),
     ],
@@ -410,8 +410,8 @@ def test_actors_without_a_cluster_are_refused() -> None:
 def test_a_failure_that_a_loop_raises_keeps_its_reason() -> None:
     class Refuses(AgentLoop):
         async def generate_sample(self, rollout: RolloutState) -> RolloutState:
-            raise DataFailure("the page is gone", reason="page_gone")
+            raise DataFailure("the page is gone")
 
     (rollout,) = play(build(Refuses))
     assert rollout.error is not None
-    assert (rollout.error.reason, rollout.error.message) == ("page_gone", "the page is gone")
+    assert (rollout.error.reason, rollout.error.message) == ("agent_loop_error", "the page is gone")

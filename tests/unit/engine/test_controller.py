@@ -22,7 +22,7 @@ from penstock.errors import (
     WeightSyncError,
 )
 from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, PauseMode
-from penstock.rollout import FinishReason, SampleParams, pack_ids, pack_logprobs
+from penstock.rollout import FailureReason, FinishReason, SampleParams, pack_ids, pack_logprobs
 from penstock.testing.clock import run_virtual
 
 NOTHING = Completion(ids=b"", logprobs=b"", finish_reason=FinishReason.ABORT, steps=())
@@ -70,7 +70,7 @@ class FakeEngine:
         if self.paused == "abort":
             return NOTHING
         if request.group_id == "bad data":
-            raise DataFailure("cannot be served", reason="context too long")
+            raise DataFailure("cannot be served", reason=FailureReason.CONTEXT_TOO_LONG)
         self.served.append(request.request_id)
         aborted = self._running[request.request_id] = asyncio.get_running_loop().create_future()
         self.most_running = max(self.most_running, len(self._running))
@@ -143,7 +143,7 @@ class FakeEngine:
         self.starts += 1
         await asyncio.sleep(self.start_s)
         if not self.can_restart:
-            raise InfrastructureFailure("no such device", reason="engine_start")
+            raise InfrastructureFailure("no such device", reason=FailureReason.ENGINE_START)
         self.dead = self.hangs = self.control_hangs = False
         self.spoil = lambda completion: completion
         self.step, self.paused = 0, None
@@ -155,7 +155,7 @@ class FakeEngine:
         self.dead = True
         for future in self._running.values():
             if not future.done():
-                future.set_exception(InfrastructureFailure("killed by SIGKILL", reason="engine_died"))
+                future.set_exception(InfrastructureFailure("killed by SIGKILL", reason=FailureReason.ENGINE_DIED))
 
     def _end(self, names: list[str]) -> None:
         for name in names:
@@ -164,7 +164,7 @@ class FakeEngine:
 
     def _alive(self) -> None:
         if self.dead:
-            raise InfrastructureFailure("killed by SIGKILL", reason="engine_died")
+            raise InfrastructureFailure("killed by SIGKILL", reason=FailureReason.ENGINE_DIED)
 
     async def _obey(self) -> None:
         self._alive()

@@ -33,7 +33,7 @@ from penstock.engine.torch_engine.build import load_model
 from penstock.engine.torch_engine.cache import Prefix, SlotCache, round_up
 from penstock.errors import ConfigError, InfrastructureFailure, ModelError, RunError
 from penstock.ports import Completion, Engine
-from penstock.rollout import FinishReason
+from penstock.rollout import FailureReason, FinishReason
 
 Check = Callable[[Subject], Awaitable[None]]
 FORWARD_MATTERS = [check for check in CONTRACT if re.search("logprob|continue|goes_on|weights", check.__name__)]
@@ -242,7 +242,7 @@ def test_an_engine_whose_thread_dies_tells_everyone_why(model_dirs: dict[str, Pa
             with pytest.raises(InfrastructureFailure, match="no room for text") as failure:
                 await call
             assert isinstance(failure.value.__cause__, MemoryError)
-            assert failure.value.reason == "engine died"
+            assert failure.value.reason is FailureReason.ENGINE_DIED
         await engine.close()
 
     asyncio.run(run())

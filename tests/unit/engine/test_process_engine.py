@@ -47,7 +47,7 @@ from penstock.errors import (
     RunError,
     WeightSyncError,
 )
-from penstock.rollout import FinishReason
+from penstock.rollout import FailureReason, FinishReason
 from penstock.weights import DiskChannel, SharedMemoryChannel
 
 DEADLINE = 120.0
@@ -109,7 +109,7 @@ class Wired:
         self._serving = asyncio.create_task(serve(*await asyncio.open_connection(sock=theirs), self._make()))
 
         async def why_ended() -> InfrastructureFailure:
-            return InfrastructureFailure("the server ended", reason="engine_died")
+            return InfrastructureFailure("the server ended", reason=FailureReason.ENGINE_DIED)
 
         return RemoteEngine(*await asyncio.open_connection(sock=ours), why_ended)
 
@@ -136,8 +136,8 @@ def test_the_contract_holds_over_the_wire(
 @pytest.mark.parametrize(
     "error",
     [
-        InfrastructureFailure("the thread died", reason="engine died"),
-        DataFailure("too long", reason="context too long"),
+        InfrastructureFailure("the thread died", reason=FailureReason.ENGINE_DIED),
+        DataFailure("too long", reason=FailureReason.CONTEXT_TOO_LONG),
         WeightSyncError("refused"),
         ModelError(["no config.json", "no weights"]),
         ConfigError("max_running is 0"),
@@ -186,7 +186,7 @@ def test_a_stream_that_is_no_stream_of_frames_fails_all_that_is_open() -> None:
             ours, theirs = socket.socketpair()
 
             async def why_ended() -> InfrastructureFailure:
-                return InfrastructureFailure("the process lives on", reason="engine_died")
+                return InfrastructureFailure("the process lives on", reason=FailureReason.ENGINE_DIED)
 
             engine = RemoteEngine(*await asyncio.open_connection(sock=ours), why_ended)
             asking = asyncio.create_task(engine.generate(ask("a")))

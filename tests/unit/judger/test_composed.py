@@ -179,4 +179,4 @@ def test_training_and_evaluation_share_one_judger_and_its_processes(rewards, ans
 
 def test_metrics_name_the_branch(rewards):
     judger = as_judger_config({"a": rewards.thinks}).build()
-    assert judger.metrics()["a/calls"] == 0
+    assert asyncio.run(judger.metrics())["a/calls"] == 0

@@ -109,15 +109,15 @@ def test_exceptions_exits_and_deaths_are_reasons_and_the_worker_is_replaced(rewa
     assert answers[4] == Unjudged("worker died: exit status 3")
     assert answers[6].reason.startswith("worker died: killed by Segmentation fault")
     assert answers[1::2] == [Verdict(1.0)] * 4
-    assert judger.metrics()["worker_deaths"] == 2
-    assert judger.metrics()["unjudged"] == 4
+    assert asyncio.run(judger.metrics())["worker_deaths"] == 2
+    assert asyncio.run(judger.metrics())["unjudged"] == 4
 
 
 def test_a_judge_that_hangs_never_yields_a_reward_and_is_killed(rewards, make_config, answered):
     judger = make_config(rewards.by_command, timeout_s=0.5).build()
     answers = judge_all(judger, answered("hang"), answered("fine"))
     assert answers == [Unjudged("no answer within 0.5 s; the worker was killed"), Verdict(1.0)]
-    assert judger.metrics()["timeouts"] == 1
+    assert asyncio.run(judger.metrics())["timeouts"] == 1
 
 
 def test_four_hanging_calls_do_not_take_the_capacity_of_the_fifth(rewards, make_config, answered):
@@ -138,7 +138,7 @@ def test_four_hanging_calls_do_not_take_the_capacity_of_the_fifth(rewards, make_
     assert still_hanging == 4  # it did not have to wait for their retries
     assert all(isinstance(answer, Unjudged) for answer in answers)
     assert len(at_work) == 4  # the whole pool is back
-    assert judger.metrics()["timeouts"] == 8
+    assert asyncio.run(judger.metrics())["timeouts"] == 8
 
 
 def test_a_blocking_function_blocks_neither_the_loop_nor_other_rollouts(rewards, make_config, answered):
@@ -165,7 +165,7 @@ def test_what_a_function_prints_does_not_disturb_its_answer(rewards, make_config
 def test_a_call_that_killed_its_worker_is_repeated(rewards, make_config, answered, tmp_path):
     judger = make_config(rewards.fails_once, max_retries=1).build()
     assert judge_all(judger, answered("a", str(tmp_path / "first"))) == [Verdict(1.0)]
-    assert judger.metrics()["calls"] == 2
+    assert asyncio.run(judger.metrics())["calls"] == 2
 
 
 def test_waiting_for_a_worker_does_not_count_as_the_calls_own_time(rewards, make_config, answered):
@@ -254,7 +254,7 @@ def test_the_cache_answers_the_same_question_once(rewards, make_config, answered
         return answers
 
     assert [answer.score for answer in asyncio.run(run())] == [1, 1, 2, 3]  # one is remembered, so "a" was forgotten
-    assert judger.metrics()["cache_hits"] == 1
+    assert asyncio.run(judger.metrics())["cache_hits"] == 1
 
 
 def test_a_failure_is_not_cached(rewards, make_config, answered, tmp_path):
@@ -315,7 +315,7 @@ def test_a_verdict_of_the_probe_lets_all_waiting_calls_through(make_config, answ
     failed, answers = asyncio.run(run())
     assert all(isinstance(answer, Unjudged) for answer in failed)
     assert answers == [Verdict(1.0)] * 20
-    assert judger.metrics()["circuit_opened"] == 1
+    assert asyncio.run(judger.metrics())["circuit_opened"] == 1
 
 
 def test_a_cancelled_probe_lets_another_call_probe(make_config, answered):
@@ -350,14 +350,14 @@ def test_a_cancelled_probe_lets_another_call_probe(make_config, answered):
 def test_an_overloaded_pool_does_not_open_the_circuit(rewards, make_config, answered):
     judger = make_config(rewards.by_command, timeout_s=0.6, max_wait_s=0.1, breaker_failures=2).build()
     judge_all(judger, *map(answered, ["hang", "fine", "fine", "fine"]))
-    assert judger.metrics()["circuit_opened"] == 0
+    assert asyncio.run(judger.metrics())["circuit_opened"] == 0
 
 
 def test_metrics_count_calls_and_time(rewards, make_config, answered):
     judger = make_config(rewards.length).build()
-    assert judger.metrics()["mean_latency_s"] == 0.0
+    assert asyncio.run(judger.metrics())["mean_latency_s"] == 0.0
     judge_all(judger, answered("a"), answered("b"))
-    metrics = judger.metrics()
+    metrics = asyncio.run(judger.metrics())
     assert metrics["calls"] == 2
     assert metrics["mean_latency_s"] > 0
     assert all(math.isfinite(value) for value in metrics.values())

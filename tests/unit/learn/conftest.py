@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from penstock.models.bfloat16 import keep_onednn_alive
-from penstock.rollout import FinishReason, Group, Prompt, RolloutState, Status, Tokens, Verdict, pack_ids
+from penstock.rollout import FinishReason, Group, Prompt, RolloutState, Status, Tokens, Verdict, linear, pack_ids
 
 # oneDNN asks once what it may use, at the first operation of the process that reaches it, whatever its dtype.
 keep_onednn_alive()
@@ -57,7 +57,7 @@ def make_group(
             prompt=shared,
             group_id=group_id,
             rollout_id=f"{group_id}/{index}",
-            response=Tokens().append(ids, [logprob] * len(ids), model_step=model_step),
+            segments=linear(Tokens().append(ids, [logprob] * len(ids), model_step=model_step)),
             finish_reason=FinishReason.STOP,
             reward=Verdict(score),
             status=Status.COMPLETED,

@@ -58,7 +58,7 @@ async def pause_at_ten(world: ScriptedWorld) -> float:
 @pytest.mark.parametrize(
     ("error", "spent"),
     [
-        (InfrastructureFailure("unreachable", reason="network"), 10.0),
+        (InfrastructureFailure("unreachable"), 10.0),
         (ConnectionResetError("gone"), 10.0),
         (None, 34.0),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.replay import Ledger, ReplayBuffer
+from penstock.replay import Ledger, ReplayBuffer, StaleRule
 from penstock.replay.disk import Connection, SqliteDisk
 from penstock.rollout import FinishReason, Group, Prompt, RolloutState, Status, Verdict, pack_ids
 
@@ -46,10 +46,13 @@ class Groups:
         return group
 
     @staticmethod
-    async def put(buffer: ReplayBuffer, group: Group, *, step: int = 1, threshold: int = 2, **more: Any) -> Status:
-        return await buffer.put(
-            group, group[0].task_name, model_step=0, current_train_step=step, stale_threshold=threshold, **more
-        )
+    async def put(
+        buffer: ReplayBuffer, group: Group, *, step: int = 1, threshold: int = 2, discard_expired: bool = False
+    ) -> Status:
+        rule = StaleRule(threshold, discard_expired=discard_expired)
+        status = buffer.put(group, group[0].task_name, model_step=0, current_train_step=step, stale_threshold=rule)
+        await buffer.flush()
+        return status
 
 
 class Watched:

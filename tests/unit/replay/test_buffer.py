@@ -125,7 +125,8 @@ def test_missing_token_versions_are_those_of_the_start_of_the_attempt(groups: An
         group = groups.new(0)
         buffer.draw(group, 1)
         groups.play(group, model_step=UNKNOWN_STEP)
-        await buffer.put(group, "sums", model_step=4, current_train_step=6, stale_threshold=9)
+        buffer.put(group, "sums", model_step=4, current_train_step=6, stale_threshold=9)
+        await buffer.flush()
         assert [list(rollout.model_steps) for rollout in group] == [[4, 4, 4]] * 2
 
     asyncio.run(main())
@@ -180,7 +181,8 @@ def test_the_tokens_add_up_through_every_kind_of_waste(groups: Any) -> None:
         buffer.tokens.check()
         assert (buffer.tokens.generated, buffer.tokens.held, buffer.tokens.wasted["retried"]) == (12, 7, 5)
         await groups.put(buffer, groups.play(made[1], statuses=[S.ABORTED, S.COMPLETED]))
-        await buffer.discard(groups.play(made[2]), "sums", DiscardReason.FILTERED)
+        buffer.discard(groups.play(made[2]), "sums", DiscardReason.FILTERED)
+        await buffer.flush()
         buffer.tokens.check()
         buffer.take_batch({"sums": 1}, train_step=1)
         buffer.commit(1)

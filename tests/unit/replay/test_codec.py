@@ -18,7 +18,7 @@ from penstock.replay.codec import (
     encode_statuses,
     model_steps,
 )
-from penstock.rollout import Failure, FinishReason, Group, Prompt, RolloutState, Status, Tokens, Turn, Verdict
+from penstock.rollout import Failure, FinishReason, Group, Prompt, RolloutState, Status, Tokens, Turn, Verdict, linear
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(),
@@ -50,7 +50,7 @@ def rollouts(draw: Any, prompt: Prompt) -> RolloutState:
         group_id="t:7",
         rollout_id=draw(words),
         draw=7,
-        response=tokens,
+        segments=linear(tokens),
         response_text=draw(words),
         turns=tuple(draw(st.lists(turns, max_size=2))),
         finish_reason=draw(st.none() | st.sampled_from(FinishReason)),

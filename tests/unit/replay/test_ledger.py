@@ -252,7 +252,8 @@ async def play(buffer, draw):
     for rollout in group:
         rollout.response = Tokens().append([draw] * 64, [0.0] * 64, model_step=0)
         rollout.reward, rollout.status = Verdict(1.0), Status.COMPLETED
-    await buffer.put(group, "sums", model_step=0, current_train_step=1, stale_threshold=3)
+    buffer.put(group, "sums", model_step=0, current_train_step=1, stale_threshold=3)
+    await buffer.flush()
     print(group[0].group_id, flush=True)
 
 async def main():

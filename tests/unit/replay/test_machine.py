@@ -93,17 +93,8 @@ class Run(RuleBasedStateMachine):
                 rollout.status = S.INIT
         self.groups.play(group, tokens=tokens, model_step=max(0, self.step - 1 - behind), statuses=[how, S.COMPLETED])
         self.buffer.tokens.check()
-        status = asyncio.run(
-            self.buffer.put(
-                group,
-                task,
-                model_step=0,
-                current_train_step=self.step,
-                stale_threshold=RULES[task].stale_threshold,
-                token_stale_threshold=RULES[task].token_stale_threshold,
-                discard_expired=RULES[task].discard_expired,
-            )
-        )
+        status = self.buffer.put(group, task, model_step=0, current_train_step=self.step, stale_threshold=RULES[task])
+        asyncio.run(self.buffer.flush())
         known.state = G.DISCARDED if status is S.EXPIRED and RULES[task].discard_expired else G(status.value)
         known.durable = copy.deepcopy(group)
 
@@ -111,7 +102,8 @@ class Run(RuleBasedStateMachine):
     @rule(data=st.data(), reason=st.sampled_from(DiscardReason))
     def discard(self, data: st.DataObject, reason: DiscardReason) -> None:
         known = data.draw(st.sampled_from(self.running()))
-        asyncio.run(self.buffer.discard(known.group, known.group[0].task_name, reason, train_step=self.step))
+        self.buffer.discard(known.group, known.group[0].task_name, reason, train_step=self.step)
+        asyncio.run(self.buffer.flush())
         known.state = G.DISCARDED
 
     @rule(task=st.sampled_from(TASKS), status=st.sampled_from([S.ABORTED, S.EXPIRED, S.MAX_TRIES]))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.replay import StaleRule, calculate_seq_staleness, calculate_stale_threshold, group_staleness
 from penstock.replay.staleness import NEVER, rollout_staleness
-from penstock.rollout import Group, Prompt, RolloutState, Status, Tokens
+from penstock.rollout import Group, Prompt, RolloutState, Status, Tokens, linear
 
 steps = st.integers(0, 20)
 runs = st.lists(st.tuples(steps, st.integers(1, 3)), max_size=4)
@@ -19,7 +19,7 @@ def rollout(*model_steps: tuple[int, int], status: Status = Status.COMPLETED) ->
     tokens = Tokens()
     for step, n in model_steps:
         tokens = tokens.append([1] * n, [0.0] * n, model_step=step)
-    return RolloutState(prompt=Prompt(), response=tokens, status=status)
+    return RolloutState(prompt=Prompt(), segments=linear(tokens), status=status)
 
 
 def is_expired(found: RolloutState, rule: StaleRule, train_step: int) -> bool:

@@ -53,7 +53,8 @@ async def run_some(buffer: ReplayBuffer, groups: Any) -> None:
     await groups.put(buffer, groups.play(sums[2], model_step=2, statuses=[S.ABORTED, S.COMPLETED]), step=3)
     groups.play(sums[4], tokens=1)
     sums[4][1].fail(Failure("timeout", "the engine said nothing for 60 s", infrastructure=True))
-    await buffer.discard(sums[4], "sums", DiscardReason.RETRIES_EXHAUSTED, train_step=3)
+    buffer.discard(sums[4], "sums", DiscardReason.RETRIES_EXHAUSTED, train_step=3)
+    await buffer.flush()
     buffer.take_batch({"code": 1}, train_step=3)
     await buffer.flush()
 

@@ -135,7 +135,8 @@ def test_the_recording_storage_writes_down_versions_and_cursors() -> None:
         buffer.draw(group, 1)
         group[0].status = Status.COMPLETED
         group[0].response = NO_TOKENS.append([1, 2], [0.0, 0.0], model_step=4)
-        await buffer.put(group, "t", model_step=4, current_train_step=5, stale_threshold=1)
+        buffer.put(group, "t", model_step=4, current_train_step=5, stale_threshold=1)
+        await buffer.flush()
         return storage.history
 
     first, second = asyncio.run(main()).events

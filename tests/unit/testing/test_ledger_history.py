@@ -29,7 +29,8 @@ class Life:
         self.buffer.draw(group, draw + 1)
         group[0].response = group[0].response.append([1], [-0.5], model_step=0)
         group[0].status, group[0].reward = Status.COMPLETED, Verdict(1.0, {}, "")
-        await self.buffer.put(group, "sums", model_step=0, current_train_step=1, stale_threshold=9)
+        self.buffer.put(group, "sums", model_step=0, current_train_step=1, stale_threshold=9)
+        await self.buffer.flush()
 
     def train(self, step: int, *, written: str | None = None) -> None:
         (group,) = self.buffer.take_batch({"sums": 1}, train_step=step)["sums"]

@@ -1,0 +1,155 @@
+"""What is worth showing, told once, to the `Observer` port.
+
+The display, the trackers, the profile and the run's event file are sinks of this one stream. An event is a fact with a
+name; the sink that keeps it stamps it with the time. A sink that fails never ends a run, and nobody waits for one.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+
+def _snake(name: str) -> str:
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).removeprefix("_")
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=_snake, omit_defaults=True):
+    """Base of all events."""
+
+
+class RunBegan(Event, frozen=True, kw_only=True):
+    run_name: str
+    model: str
+    total_steps: int
+    resumed_from: int | None = None
+    """The checkpoint's step."""
+
+
+class RunEnded(Event, frozen=True, kw_only=True):
+    steps: int
+    interrupted: bool = False
+    error: str | None = None
+
+
+class StageBegan(Event, frozen=True, kw_only=True):
+    stage: str
+    train_step: int | None = None
+    lane: str = "trainer"
+
+
+class StageEnded(Event, frozen=True, kw_only=True):
+    stage: str
+    seconds: float
+    train_step: int | None = None
+    lane: str = "trainer"
+
+
+class TaskProgress(Event, frozen=True, kw_only=True):
+    """How far a task's part of a batch is. Many a second: shown, not kept."""
+
+    task: str
+    done: int
+    due: int
+    pending: int = 0
+    expired: int = 0
+    tokens: int = 0
+
+
+class BatchTaken(Event, frozen=True, kw_only=True):
+    train_step: int
+    groups: int
+    status: str
+    staleness: dict[str, dict[int, int]] = {}
+    """Groups by staleness, per task."""
+
+
+class StepTrained(Event, frozen=True, kw_only=True):
+    train_step: int
+    metrics: dict[str, float]
+
+
+class StepGivenBack(Event, frozen=True, kw_only=True):
+    """A train step that was refused; its groups wait again."""
+
+    train_step: int
+    reason: str
+
+
+class WeightsPublished(Event, frozen=True, kw_only=True):
+    model_step: int
+    num_bytes: int
+    seconds: float
+
+
+class EngineChanged(Event, frozen=True, kw_only=True):
+    engine: str
+    state: str
+    reason: str = ""
+
+
+class EvaluationDone(Event, frozen=True, kw_only=True):
+    model_step: int
+    metrics: dict[str, float]
+
+
+class CheckpointWritten(Event, frozen=True, kw_only=True):
+    train_step: int
+    seconds: float
+
+
+class Exported(Event, frozen=True, kw_only=True):
+    train_step: int
+    directory: str
+
+
+class Note(Event, frozen=True, kw_only=True):
+    """For people; nothing is wrong."""
+
+    text: str
+
+
+class Warned(Event, frozen=True, kw_only=True):
+    text: str
+    source: str = ""
+
+
+class Alarm(Event, frozen=True, kw_only=True):
+    """Something that wants a person's attention now."""
+
+    text: str
+
+
+AnyEvent = (
+    RunBegan
+    | RunEnded
+    | StageBegan
+    | StageEnded
+    | TaskProgress
+    | BatchTaken
+    | StepTrained
+    | StepGivenBack
+    | WeightsPublished
+    | EngineChanged
+    | EvaluationDone
+    | CheckpointWritten
+    | Exported
+    | Note
+    | Warned
+    | Alarm
+)
+"""For decoding a kept event."""
+
+
+class Observer(Protocol):
+    def notice(self, event: Event) -> None:
+        """Returns at once and never raises."""
+        ...
+
+
+class Nobody:
+    """Looks away."""
+
+    def notice(self, event: Event) -> None:
+        pass
