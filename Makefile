@@ -10,7 +10,7 @@ VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-vllm lint bench crash-quick crash
+.PHONY: help setup setup-vllm demo test test-long test-vllm lint bench crash-quick crash soak
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -43,8 +43,15 @@ $(VLLM_READY): constraints-vllm.txt
 demo: $(READY) ## train a model with the recipe quickstart, into runs/quickstart (-2, -3, ...)
 	$(BIN)/penstock train quickstart --next-run-dir
 
-test: $(READY) ## all tests but the heavy tiers: crash-quick, test-vllm
-	$(BIN)/python -m pytest tests --ignore tests/vllm -m 'not crash_tier'
+# Both cores at work: one test process per core, and one thread in each, because threads that wait for a core that
+# another process holds are worse than none.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+
+test: $(READY) ## all tests but the heavy tiers: test-long, crash-quick, test-vllm
+	$(PYTEST) tests --ignore tests/vllm -m 'not crash_tier and not long_tier'
+
+test-long: $(READY) ## simulations, crashes and kills at their full size, and the tests that take tens of seconds
+	$(BIN)/python -m pytest tests --ignore tests/vllm --full -m 'long_tier or sized'
 
 test-vllm: $(READY) $(VLLM_READY) ## the tests with a real vLLM
 	$(BIN)/python -m pytest tests/vllm
@@ -63,3 +70,5 @@ crash-quick: $(READY) ## failing disks, signals, and 60 kills of real runs: noth
 
 crash: $(READY) ## the same with 500 kills
 	@$(BIN)/python tests/crash/runner.py --kills 500
+
+soak: test-long crash ## every tier that can be made larger, at its largest

@@ -1,4 +1,4 @@
-"""Real processes, real files, SIGKILL: ten kills here; `make crash-quick` and `make crash` make more of them."""
+"""Real processes, real files, SIGKILL: a few kills here; `make crash-quick` and `make crash` make more of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.sized
 @pytest.mark.timeout(600)
-def test_ten_kills_of_real_runs_lose_skip_and_double_nothing():
-    command = [sys.executable, str(Path(__file__).with_name("runner.py")), "--kills", "10", "--seed", "10"]
+def test_kills_of_real_runs_lose_skip_and_double_nothing(full_size):
+    kills = 10 if full_size else 3
+    command = [sys.executable, str(Path(__file__).with_name("runner.py")), "--kills", str(kills), "--seed", "10"]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     verdict = json.loads(ended.stdout.splitlines()[-1])
-    assert verdict == {"kills": 10, "lost": 0, "skipped": 0, "doubled": 0}
+    assert verdict == {"kills": kills, "lost": 0, "skipped": 0, "doubled": 0}

@@ -14,9 +14,7 @@ from penstock.testing.crashes import Crash, CrashPlan, crash_many, draw_plan, si
 from penstock.testing.script import constant
 from penstock.testing.simulation import Scenario, draw_scenario
 
-SEEDS = 1200
 CHUNK = 25
-CRASHES = 5000
 
 
 def in_processes(function, chunks):
@@ -26,12 +24,14 @@ def in_processes(function, chunks):
         return list(pool.map(function, chunks))
 
 
+@pytest.mark.sized
 @pytest.mark.timeout(600)
-def test_five_thousand_crashes_after_ledger_writes_lose_skip_and_double_nothing():
-    answers = in_processes(crash_many, [range(first, first + CHUNK) for first in range(0, SEEDS, CHUNK)])
+def test_thousands_of_crashes_after_ledger_writes_lose_skip_and_double_nothing(full_size):
+    seeds, least = (1200, 5000) if full_size else (200, 800)
+    answers = in_processes(crash_many, [range(first, first + CHUNK) for first in range(0, seeds, CHUNK)])
     problems = [problem for _, found in answers for problem in found]
-    assert not problems, f"{len(problems)} of {SEEDS} seeds failed; the first:\n{problems[0]}"
-    assert sum(crashes for crashes, _ in answers) >= CRASHES
+    assert not problems, f"{len(problems)} of {seeds} seeds failed; the first:\n{problems[0]}"
+    assert sum(crashes for crashes, _ in answers) >= least
 
 
 def fixed_scenario() -> Scenario:
@@ -79,14 +79,16 @@ def crash_at_each(writes: range) -> list[str]:
     return problems
 
 
+@pytest.mark.sized
 @pytest.mark.timeout(600)
-def test_a_crash_at_every_write_of_a_scenario_and_during_the_restart_loses_skips_and_doubles_nothing():
+def test_a_crash_at_every_write_of_a_scenario_and_during_the_restart_loses_skips_and_doubles_nothing(full_size):
     # Without crashes and with one that never comes, the run is the same.
     whole = simulate_crashes(fixed_scenario(), CrashPlan((Crash(10**9),), checkpoint_interval=2))
     (writes,) = whole.writes
     moves = {(event.transition.source, event.transition.target) for event in whole.history.events}
     assert writes > 60 and len(moves) >= 9
-    chunks = [range(first, min(first + 8, writes + 1)) for first in range(1, writes + 1, 8)]
+    every = 1 if full_size else 6
+    chunks = [range(first, min(first + 8, writes + 1), every) for first in range(1, writes + 1, 8)]
     assert [problem for found in in_processes(crash_at_each, chunks) for problem in found] == []
 
 

@@ -30,6 +30,7 @@ def engines_of(trainer: int) -> list[int]:
     return found
 
 
+@pytest.mark.long_tier
 def test_when_no_engine_can_come_back_the_run_stops_names_them_and_resumes_with_nothing_lost(
     penstock, tmp_path, read_lines
 ):

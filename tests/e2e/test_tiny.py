@@ -39,6 +39,10 @@ def test_tiny_learns_and_leaves_a_complete_run_directory(tiny_run, penstock, rea
     assert again.returncode == 2 and "exists and is not empty; go on with --resume" in output
 
 
+def test_without_the_option_no_profile_is_recorded(tiny_run):
+    assert not (tiny_run / "profile.json").exists()
+
+
 def test_tiny_async_learns_as_well_as_tiny(tiny_run, penstock, tmp_path, read_lines):
     run = penstock("train", "tiny-async", "--run-dir", "run")
     output, _ = run.communicate(timeout=240)
