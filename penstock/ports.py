@@ -103,6 +103,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    engines: int = 1
+    """How many are active; several behind a controller."""
     running: int = 0
     waiting: int = 0
     generated_tokens: int = 0

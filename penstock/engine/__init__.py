@@ -1,8 +1,8 @@
 """Text generation: engines behind the `Engine` port.
 
 `EmbeddedEngineConfig` builds the engine that needs nothing but torch, in this process or its own; `VllmEngineConfig`
-builds vLLM in a process of its own; `RolloutControllerConfig` builds the one door to several engines. Importing this
-package imports no torch.
+builds vLLM in a process of its own; `EnginesConfig` builds as many as a run needs behind their one door, the
+`RolloutController`, and the channel that brings weights to them. Importing this package imports no torch.
 
 torch_engine/  the embedded engine
 vllm.py        vLLM; vllm_answers.py is what a request becomes, vllm_environment.py what vLLM finds when it starts
@@ -12,6 +12,12 @@ controller.py  the one door; routing.py gives requests to engines, health.py kno
                them back
 """
 
-from penstock.engine.config import EmbeddedEngineConfig, EngineConfig, RolloutControllerConfig, VllmEngineConfig
+from penstock.engine.config import (
+    EmbeddedEngineConfig,
+    EngineConfig,
+    EnginesConfig,
+    RolloutControllerConfig,
+    VllmEngineConfig,
+)
 
-__all__ = ["EmbeddedEngineConfig", "EngineConfig", "RolloutControllerConfig", "VllmEngineConfig"]
+__all__ = ["EmbeddedEngineConfig", "EngineConfig", "EnginesConfig", "RolloutControllerConfig", "VllmEngineConfig"]

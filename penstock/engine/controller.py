@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from penstock.agent_loop.base import check_completion
 from penstock.engine.config import RolloutControllerConfig
@@ -22,6 +22,7 @@ from penstock.engine.recovery import supervise
 from penstock.engine.requests import ABORTED
 from penstock.engine.routing import Router
 from penstock.errors import ConfigError, InfrastructureFailure, PenstockError, WeightSyncError
+from penstock.events import Observer
 from penstock.ports import (
     Completion,
     Engine,
@@ -42,13 +43,20 @@ class RolloutController:
     """Belongs to the event loop of its first call; the engines are supervised from then on."""
 
     def __init__(
-        self, engines: Mapping[str, Engine], config: RolloutControllerConfig | None = None, *, model_step: int = 0
+        self,
+        engines: Mapping[str, Engine],
+        config: RolloutControllerConfig,
+        *,
+        model_step: int,
+        max_running: int,
+        observer: Observer,
     ) -> None:
         if not engines:
             raise ConfigError("RolloutController needs at least one engine")
-        self._config = config or RolloutControllerConfig()
+        self._config = config
         self._fleet = Fleet(engines, self._config, model_step)
-        self._router = Router(self._fleet, self._config.max_requests_per_engine)
+        self._observer = observer
+        self._router = Router(self._fleet, config.max_requests_per_engine or max_running)
         self._fleet.on_change = self._router.assign
         self._supervisors: list[asyncio.Task[None]] = []
         self._live: Counter[str] = Counter()
@@ -222,11 +230,13 @@ class RolloutController:
         fleet, members = self._fleet, self._can_load
         fleet.begin_sync(members, model_step)
         try:
-            failures = await self._load_into(members, source, model_step)
+            received, failures = await self._load_into(members, source, model_step)
             if len(failures) == len(members):
                 story = "; ".join(f"{member.name}: {failure}" for member, failure in failures.items())
                 raise WeightSyncError(f"weights {model_step}: no engine confirmed them. {story}")
             fleet.publish(model_step, source)
+            for member in members:
+                member.doubtful = member in failures
             for member, failure in failures.items():
                 fleet.fence(member, failure)
         except asyncio.CancelledError:
@@ -235,30 +245,38 @@ class RolloutController:
             raise
         finally:
             fleet.end_sync(members)
-        return LoadedWeights(model_step=model_step, checksum=_checksum(source))
+        return LoadedWeights(model_step=model_step, checksum=received)
 
-    async def _load_into(self, members: list[Member], source: WeightSource, model_step: int) -> dict[Member, str]:
-        """The members that did not confirm, and why."""
+    async def _load_into(
+        self, members: list[Member], source: WeightSource, model_step: int
+    ) -> tuple[str | None, dict[Member, str]]:
+        """The checksum that those who confirmed computed from what they received; the other members, and why."""
 
-        async def load(member: Member) -> str | None:
+        async def load(member: Member) -> LoadedWeights | str:
             try:
                 async with asyncio.timeout(self._config.load_timeout_s):
-                    await load_confirmed(member.engine, source, model_step, _checksum(source))
+                    return await load_confirmed(member.engine, source, model_step)
             except TimeoutError:
                 return f"did not load the weights within {self._config.load_timeout_s:g} s"
             except PenstockError as error:
                 return str(error)
-            return None
 
-        outcomes = await asyncio.gather(*(load(member) for member in members))
-        failures = {m: failure for m, failure in zip(members, outcomes, strict=True) if failure is not None}
+        outcomes = dict(zip(members, await asyncio.gather(*map(load, members)), strict=True))
+        failures = {member: outcome for member, outcome in outcomes.items() if isinstance(outcome, str)}
+        received = {member: loaded.checksum for member, loaded in outcomes.items() if isinstance(loaded, LoadedWeights)}
+        expected = _expected(source, received.values())
+        for member, checksum in received.items():
+            if checksum not in (None, expected):
+                failures[member] = f"weights {model_step}: received {checksum}, not {expected}"
         if len(failures) == len(members):
             # Nothing was published, so an engine that kept the old weights may go on.
             kept = await asyncio.gather(*(self._serves(member, self._fleet.published) for member in members))
             for member, serves in zip(members, kept, strict=True):
                 if not serves:
                     self._fleet.fence(member, failures[member])
-        return failures
+        # Of the engines' own words, not the source's: the sender compares it with what it sent.
+        confirmed = {checksum for member, checksum in received.items() if member not in failures} - {None}
+        return next(iter(confirmed), None), failures
 
     async def _serves(self, member: Member, model_step: int) -> bool:
         try:
@@ -307,6 +325,7 @@ class RolloutController:
             member.stats = stats
         shares = [member.stats.cache_use for member in self._fleet.active]
         return EngineStats(
+            engines=len(self._fleet.active),
             running=sum(member.stats.running for member in members),
             waiting=sum(member.stats.waiting for member in members) + self._router.waiting,
             generated_tokens=sum(member.tokens_before + member.stats.generated_tokens for member in members),
@@ -383,8 +402,15 @@ class RolloutController:
             await self._fleet.changed.wait()
 
 
-def _checksum(source: WeightSource) -> str | None:
-    return source.checksum if isinstance(source, KeptWeights) else None
+def _expected(source: WeightSource, received: Iterable[str | None]) -> str | None:
+    """The checksum of what was sent if the source knows it, else what most received.
+
+    None is no disagreement: an engine in this process reads the weights where they are and sums up nothing.
+    """
+    if isinstance(source, KeptWeights):
+        return source.checksum
+    sums = Counter(checksum for checksum in received if checksum is not None)
+    return sums.most_common(1)[0][0] if sums else None
 
 
 def _closed() -> InfrastructureFailure:

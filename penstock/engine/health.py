@@ -40,6 +40,8 @@ class Member:
         self.loading = False
         self.awaits_weights = False
         """Healthy, but the published weights cannot be read again; the next sync brings it back."""
+        self.doubtful = False
+        """A sync failed on it: whatever model step it names, it may have other bytes."""
         self.attention = asyncio.Event()
         """Set when its supervisor should look at it now."""
         self.request_failures = 0
@@ -59,6 +61,7 @@ class Member:
         self.tokens_before += self.stats.generated_tokens
         self.stats = EngineStats()
         self.tokens_seen = 0
+        self.doubtful = False
 
     def enter(self, scope: asyncio.Timeout) -> None:
         self._scopes.add(scope)

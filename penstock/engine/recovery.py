@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from penstock.engine.health import DEAD, EngineState, Fleet, Member
 from penstock.errors import InfrastructureFailure, RefusedError
 from penstock.ports import Engine, PauseMode
-from penstock.weights.confirm import load_confirmed
+from penstock.weights.confirm import compare_checksums, load_confirmed
 
 
 @runtime_checkable
@@ -72,13 +72,16 @@ async def _bring_to_published(member: Member, fleet: Fleet) -> None:
     while True:
         served = await member.engine.model_step()
         published, kept = fleet.published, fleet.kept
-        if served == published:
+        if served == published and not member.doubtful:
             member.awaits_weights = False
             return
         if kept is None:
             fleet.lacks_weights(member, served)
             raise _AwaitsWeights
-        await load_confirmed(member.engine, kept, published, kept.checksum)
+        loaded = await load_confirmed(member.engine, kept, published)
+        if loaded.checksum is not None:
+            compare_checksums(published, kept.checksum, loaded.checksum)
+        member.doubtful = False
 
 
 async def _take_mode(engine: Engine, fleet: Fleet) -> None:

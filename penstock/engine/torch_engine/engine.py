@@ -21,8 +21,9 @@ from penstock.engine.torch_engine.row import Row
 from penstock.engine.torch_engine.scheduler import Outcome, Scheduler, Watch
 from penstock.errors import InfrastructureFailure, RunError
 from penstock.models.threads import release_threads
-from penstock.ports import Completion, EngineStats, GenerateRequest, PauseMode, Tokenizer, WeightSource
+from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, PauseMode, Tokenizer, WeightSource
 from penstock.rollout import FailureReason
+from penstock.weights import DiskWeights, SharedMemoryWeights
 
 T = TypeVar("T")
 
@@ -107,9 +108,18 @@ class EmbeddedEngine:
         """The cache comes back with the first request that needs it."""
         await self._call(lambda: None)
 
-    async def load_weights(self, source: WeightSource, model_step: int) -> None:
+    async def load_weights(self, source: WeightSource, model_step: int) -> LoadedWeights | None:
         """Between two steps. Running answers go on with the keys and values they have; each token says its weights."""
-        await self._call(lambda: self._scheduler.load_weights(source, model_step))
+
+        def load() -> LoadedWeights | None:
+            if not isinstance(source, SharedMemoryWeights | DiskWeights):
+                self._scheduler.load_weights(source, model_step)
+                return None
+            with source.receive() as received:
+                self._scheduler.load_weights(received, model_step)
+            return LoadedWeights(model_step=model_step, checksum=received.checksum)
+
+        return await self._call(load)
 
     async def model_step(self) -> int:
         return await self._call(lambda: self._scheduler.model_step)

@@ -289,24 +289,36 @@ def test_weights_reach_a_process_through_memory_and_through_files(
 
     async def test() -> None:
         engine = process_engine(served_dir)
-        shared, disk = SharedMemoryChannel(engine), DiskChannel(engine, tmp_path / "weights")
+        bound = Changing({})
+        shared, disk = SharedMemoryChannel(bound, engine), DiskChannel(bound, engine, tmp_path / "weights")
         try:
             for step, channel in enumerate((shared, disk, shared, shared), start=1):
-                scaled = Tensors({name: tensor * (1 + step / 8) for name, tensor in weights.state.items()})
-                published = await channel.publish(scaled, step)
+                bound.state = {name: tensor * (1 + step / 8) for name, tensor in weights.state.items()}
+                published = await channel.publish(step)
                 assert (published.model_step, await engine.model_step()) == (step, step)
                 assert published.num_bytes == sum(tensor.nbytes for tensor in weights.state.values())
                 assert published.bytes_per_second > 0
                 assert (await engine.generate(ask("a", max_tokens=4))).steps == ((step, 4),)
             name = next(iter(weights.state))
+            bound.state = {name: weights.state[name]}
             with pytest.raises(WeightSyncError, match="kept"):
-                await shared.publish(Tensors({name: weights.state[name]}), 9)
+                await shared.publish(9)
             assert await engine.model_step() == 4
         finally:
             await shared.close()
             await engine.close()
 
     run(test)
+
+
+class Changing:
+    """Weights as a train worker has them: the same object, other numbers after each step."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def tensors(self) -> Iterator[tuple[str, Any]]:
+        yield from self.state.items()
 
 
 def open_segments() -> set[int]:
@@ -453,12 +465,12 @@ def test_killed_engines_are_fenced_their_work_is_done_elsewhere_and_they_return_
     async def test() -> None:
         engines = {"one": process_engine(served_dir), "two": process_engine(served_dir)}
         controller = LIMITS.build(engines)
-        channel = SharedMemoryChannel(controller)
+        channel = SharedMemoryChannel(subject.other_weights, controller)
         try:
             await controller.check_health()
             for name in engines:
                 await until(controller, name, "active")
-            await channel.publish(subject.other_weights, 3)
+            await channel.publish(3)
             expected = await asyncio.gather(
                 *(controller.generate(ask(f"{i}", seed=i, max_tokens=400)) for i in range(12))
             )
