@@ -63,11 +63,11 @@ class Observers:
         """All sinks, whatever one of them raises."""
         with self._lock:
             for name, sink in list(self._sinks.items()):
+                del self._sinks[name]
                 try:
                     sink.close()
                 except Exception as error:
-                    self._drop(name, error)
-            self._sinks = {}
+                    self._say_dropped(name, error)
 
     def _tell(self, name: str, sink: Sink, event: Event) -> None:
         if self._sinks.get(name) is not sink:
@@ -78,7 +78,11 @@ class Observers:
             self._drop(name, error)
 
     def _drop(self, name: str, error: Exception) -> None:
-        self._sinks.pop(name, None)
+        with contextlib.suppress(Exception):
+            self._sinks.pop(name).close()
+        self._say_dropped(name, error)
+
+    def _say_dropped(self, name: str, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"
         self.notice(Warned(text=f"{name} failed and is told nothing more; the run goes on. {reason}", source=name))
 
