@@ -37,7 +37,7 @@ def worker(model_dir: Path) -> TorchTrainWorker:
     """The trainer with weights that are not the engine's."""
     worker = TrainWorkerConfig().build(model_dir, total_steps=1, deterministic=False, threads=1)
     generator = torch.Generator().manual_seed(1)
-    for _, tensor in worker.tensors():
+    for _, tensor in worker.weights.tensors():
         tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
     return worker
 
@@ -64,7 +64,7 @@ def test_after_a_sync_greedy_answers_are_the_trainers_and_before_they_are_not(
         for prompt, answer in zip(PROMPTS, await answers(), strict=True):
             assert answer != likeliest(worker, prompt, answer)
             assert answer == likeliest(untrained, prompt, answer)
-        published = await channel.publish(worker, 3)
+        published = await channel.publish(worker.weights, 3)
         print(f"\nsync through {way}: {published.seconds:.3f} s, {published.num_bytes} bytes")
         assert await engine.model_step() == 3
         for prompt, answer in zip(PROMPTS, await answers(), strict=True):
@@ -146,7 +146,7 @@ def test_the_controller_restarts_it_with_the_current_weights_and_finishes_what_i
         limits = RolloutControllerConfig(unavailable_timeout_s=DEADLINE, start_timeout_s=DEADLINE)
         controller = limits.build({"vllm": engine}, model_step=await engine.model_step())
         channel = SharedMemoryChannel(controller)
-        await channel.publish(worker, 5)
+        await channel.publish(worker.weights, 5)
         expected = [ids_of(await controller.generate(ask("e", prompt, temperature=0.0))) for prompt in PROMPTS]
         before = (await engine.stats()).generated_tokens
         pending = [
@@ -178,7 +178,7 @@ def test_of_two_behind_one_controller_a_killed_one_is_fenced_its_work_is_done_by
         channel = SharedMemoryChannel(controller)
         await controller.check_health()
         await active(controller, *engines)
-        await channel.publish(worker, 2)
+        await channel.publish(worker.weights, 2)
         asked = [ask(f"{i}", PROMPTS[i % len(PROMPTS)], temperature=0.0, max_tokens=300) for i in range(12)]
         expected = [ids_of(completion) for completion in await asyncio.gather(*map(controller.generate, asked))]
         assert all([(await engine.stats()).generated_tokens > 0 for engine in engines.values()])
@@ -195,7 +195,7 @@ def test_of_two_behind_one_controller_a_killed_one_is_fenced_its_work_is_done_by
         assert {completion.steps for completion in completions} == {((2, 300),)}
 
         # A sync while it is away: it returns with what is current then.
-        await channel.publish(worker, 3)
+        await channel.publish(worker.weights, 3)
         await active(controller, "one")
         assert await engines["one"].model_step() == 3
         again = await asyncio.gather(*map(controller.generate, asked))
