@@ -182,14 +182,17 @@ class RLTrainer:
             "summary": msgspec.to_builtins(self.summary),
             "metrics": metrics,
         }
-        tensors = {"rng": rng_tensors}
         if train_step == 0:
             state["weights"] = await asyncio.to_thread(weights_sums, self.parts.model_dir)
-        else:
-            tensors |= {"model": dict(self.parts.worker.tensors()), "optimizer": self.parts.worker.state_dict()}
         store = self.parts.checkpoints
         with self._profile.span("write checkpoint"):
-            await asyncio.to_thread(store.save, train_step, tensors=tensors, state=state, config=self.config.describe())
+            await store.save(
+                train_step,
+                fill=self.parts.worker.save if train_step else None,
+                tensors={"rng": rng_tensors},
+                state=state,
+                config=self.config.describe(),
+            )
         await self.parts.buffer.prune(min(store.steps()))
 
     async def _restore(self, checkpoint: Checkpoint) -> None:
@@ -199,8 +202,7 @@ class RLTrainer:
             if state["weights"] != await asyncio.to_thread(weights_sums, self.parts.model_dir):
                 raise CheckpointError(f"the weights in {self.parts.model_dir} are not those the run began with")
         else:
-            worker.load_tensors(checkpoint.tensors("model"))
-            worker.load_state_dict(checkpoint.tensors("optimizer"))
+            await worker.load(checkpoint.path)
         rules = {name: task.runtime.stale_rule for name, task in self.parts.manager.tasks.items()}
         restored = self.parts.buffer.restore(
             step,
@@ -216,7 +218,7 @@ class RLTrainer:
         self.summary.error = None
         self._last_metrics = state["metrics"]
         if step:
-            await self.parts.channel.publish(worker, step)
+            await self.parts.channel.publish(worker.weights, step)
         for tracker in self._trackers:
             tracker.resume(step)
             if state["metrics"]:
@@ -241,7 +243,7 @@ class RLTrainer:
                 # What is trained must survive this process first.
                 await self._flush_ledger()
                 started = time.perf_counter()
-                metrics = await asyncio.to_thread(self.parts.worker.train, batch)
+                metrics = (await self.parts.worker.train(batch)).metrics
                 self._profile.parts_of(started, metrics)
         except StepRefused as refused:
             await self._give_back(train_step, refused)
@@ -311,7 +313,7 @@ class RLTrainer:
             return
         if await self.parts.engine.model_step() != model_step:
             # Between two syncs the engine is behind; what is measured must be what is named.
-            await self.parts.channel.publish(self.parts.worker, model_step)
+            await self.parts.channel.publish(self.parts.worker.weights, model_step)
         times = StageTimes(self._display, self._profile, lane=EVALUATION)
         with times.stage("eval"):
             evaluation = await self.parts.evaluator.evaluate(model_step, shares_engine=shares_engine)
@@ -357,7 +359,7 @@ class RLTrainer:
         directory = self.run_dir / "hf" / ("final" if train_step is None else f"step-{train_step}")
         self._display.stage("export")
         with self._profile.span("export"):
-            await asyncio.to_thread(self.parts.worker.save_hf, str(directory))
+            await self.parts.worker.save_hf(directory)
         self.summary.hf_dir = str(directory)
 
     @contextlib.contextmanager

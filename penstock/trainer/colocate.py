@@ -33,7 +33,7 @@ class RLColocateTrainer(RLTrainer):
         with times.stage("sync"):
             await engine.wake()
             if metrics is not None and train_step % self.config.sync_weights_interval == 0:
-                await self.parts.channel.publish(self.parts.worker, train_step)
+                await self.parts.channel.publish(self.parts.worker.weights, train_step)
         if metrics is None:
             return False
         await self._log(train_step, metrics, times)

@@ -47,7 +47,7 @@ class RLDisaggregatedTrainer(RLTrainer):
             await self._finish_evaluation()
             await self._end_production(producer)
             if manager.model_step != self.summary.steps:
-                await self.parts.channel.publish(self.parts.worker, self.summary.steps)
+                await self.parts.channel.publish(self.parts.worker.weights, self.summary.steps)
         finally:
             for task in (producer, self._evaluating):
                 if task is not None:
@@ -87,7 +87,7 @@ class RLDisaggregatedTrainer(RLTrainer):
         with times.stage("sync"):
             await self._finish_evaluation()
             await self.parts.manager.pause_produce()
-            await self.parts.channel.publish(self.parts.worker, model_step)
+            await self.parts.channel.publish(self.parts.worker.weights, model_step)
             await self.parts.manager.continue_produce(model_step)
 
     async def _evaluate_between_steps(self, model_step: int) -> None:

@@ -46,7 +46,7 @@ class Parts(msgspec.Struct, kw_only=True):
 
     async def close(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
-            for part in (self.buffer, self.judgers, self.channel, self.engine):
+            for part in (self.buffer, self.judgers, self.channel, self.engine, self.worker):
                 stack.push_async_callback(part.close)
 
 

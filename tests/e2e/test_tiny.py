@@ -134,10 +134,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_after_three_tries_and_trains_no
     )
     monkeypatch.syspath_prepend(tmp_path)
     trainer = config.build(run_dir=tmp_path / "run")
-    before = {name: tensor.clone() for name, tensor in trainer.parts.worker.tensors()}
+    before = {name: tensor.clone() for name, tensor in trainer.parts.worker.weights.tensors()}
     with pytest.raises(StepRefused, match="train step 1 was refused 3 times in a row"):
         trainer.fit()
-    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.parts.worker.tensors())
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.parts.worker.weights.tensors())
     trainer.parts.buffer.conservation().check()
     assert trainer.summary.steps == 0
 

@@ -151,7 +151,7 @@ def test_the_controller_restarts_it_with_the_current_weights_and_finishes_what_i
     async def check() -> None:
         limits = RolloutControllerConfig(unavailable_timeout_s=DEADLINE, start_timeout_s=DEADLINE)
         controller = limits.build({"vllm": engine}, model_step=await engine.model_step())
-        channel = SharedMemoryChannel(worker, controller)
+        channel = SharedMemoryChannel(worker.weights, controller)
         await channel.publish(5)
         expected = [ids_of(await controller.generate(ask("e", prompt, temperature=0.0))) for prompt in PROMPTS]
         before = (await engine.stats()).generated_tokens
@@ -181,7 +181,7 @@ def test_of_two_behind_one_controller_a_killed_one_is_fenced_its_work_is_done_by
 
     async def check() -> None:
         controller = RolloutControllerConfig(start_timeout_s=DEADLINE).build(engines)
-        channel = SharedMemoryChannel(worker, controller)
+        channel = SharedMemoryChannel(worker.weights, controller)
         await controller.check_health()
         await active(controller, *engines)
         await channel.publish(2)
