@@ -357,12 +357,16 @@ class Placement(Protocol):
     def place(self, description: Description, ports: Mapping[str, Any]) -> Any: ...
 
 
+def actor_problems(num_actors: int) -> Iterator[str]:
+    """Why so many actors cannot be had, for `Config.problems`."""
+    if num_actors:
+        yield f"num_ray_actors is {num_actors}; without Ray it must be 0"
+
+
 class Local:
     """Everything in this process, with the live ports."""
 
     def place(self, description: Description, ports: Mapping[str, Any]) -> Any:
-        if description.num_actors:
-            raise ConfigError(
-                f"{description.name}: num_ray_actors is {description.num_actors}; without Ray it must be 0"
-            )
+        if found := list(actor_problems(description.num_actors)):
+            raise ConfigError([f"{description.name}: {problem}" for problem in found])
         return description.build(**description.arguments, **{name: ports[name] for name in description.ports})

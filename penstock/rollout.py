@@ -64,9 +64,12 @@ class SampleParams(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 256
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
+    """A text is one stop."""
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
         wrong = [
             f"{name} is {value}; it must be {rule}"
             for name, value, fine, rule in (

@@ -15,7 +15,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
-from penstock.agent_loop.base import check_completion
+from penstock.agent_loop import check_completion
 from penstock.engine.config import RolloutControllerConfig
 from penstock.engine.health import DEAD, EngineState, Fleet, Member
 from penstock.engine.recovery import supervise

@@ -29,7 +29,7 @@ from penstock.produce import (
     ProduceBatchResult,
     ProduceStrategyConfig,
     SyncProduceStrategyConfig,
-    default_is_valid_sample,
+    default_is_valid_sample_fn,
 )
 from penstock.produce.pause import PauseDeadlines
 from penstock.replay import Storage
@@ -357,7 +357,7 @@ def _draw_task(rng: random.Random, name: str, disaggregated: bool) -> ScriptedTa
 
 
 def _draw_strategy(rng: random.Random, disaggregated: bool) -> ProduceStrategyConfig:
-    is_valid = rng.choice([default_is_valid_sample, default_is_valid_sample, _mostly_valid])
+    is_valid = rng.choice([default_is_valid_sample_fn, default_is_valid_sample_fn, _mostly_valid])
     pause_timeout_s = rng.choice([3.0, 60.0])
     if not disaggregated and rng.random() < 0.3:
         return SyncProduceStrategyConfig(is_valid_sample_fn=is_valid, pause_timeout_s=pause_timeout_s)

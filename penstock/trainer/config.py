@@ -17,7 +17,7 @@ from penstock.produce import (
     AgentLoopManagerConfig,
     SyncProduceStrategyConfig,
     TaskSpecConfig,
-    default_should_continue,
+    default_should_continue_fn,
 )
 from penstock.replay import ReplayBufferConfig
 from penstock.trainer.deadlines import deadline_problems
@@ -151,7 +151,7 @@ class RLDisaggregatedTrainerConfig(RLTrainerConfig):
                     f"task {task.task_name!r}: produce_strategy_config is SyncProduceStrategyConfig; a producer beside "
                     "the trainer needs AsyncProduceStrategyConfig"
                 )
-            if strategy.should_continue_fn is not default_should_continue:
+            if strategy.should_continue_fn is not default_should_continue_fn:
                 yield (
                     f"task {task.task_name!r}: should_continue_fn is {dotted_name(strategy.should_continue_fn)}; only "
                     "a colocated run can end production early"

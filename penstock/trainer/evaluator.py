@@ -18,16 +18,15 @@ import pydantic
 from penstock.config import Config
 from penstock.data import PromptSet
 from penstock.errors import UserFunctionError
+from penstock.events import Nobody, Observer
 from penstock.judger import JudgerSet
 from penstock.ports import Engine, Tokenizer
 from penstock.produce import (
-    AgentLoopManager,
     AgentLoopManagerConfig,
-    SyncProduceStrategyConfig,
+    AskOnceStrategyConfig,
     TaskSpecConfig,
     World,
 )
-from penstock.produce.watchdog import OnProgress
 from penstock.replay import ReplayBuffer
 from penstock.rollout import FinishReason, Group, RolloutState
 
@@ -84,7 +83,7 @@ class Evaluator:
         judgers: JudgerSet,
         seed: int,
         dead_letters: Path | None = None,
-        on_progress: OnProgress | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self._config = config
         self._prompts = {name: _first(prompt_set, config.eval_sample_num) for name, prompt_set in prompts.items()}
@@ -93,7 +92,7 @@ class Evaluator:
         self._judgers = judgers
         self._seed = seed
         self._dead_letters = dead_letters
-        self._on_progress = on_progress
+        self._observer = observer or Nobody()
 
     async def evaluate(self, model_step: int, *, shares_engine: bool = False) -> Evaluation:
         """Ask everything of the weights the engine serves now.
@@ -109,14 +108,16 @@ class Evaluator:
             prompts={task.task_name: self._prompts[_base_name(task.task_name)] for task in config.task_list},
             run_seed=self._seed,
             dead_letters=self._dead_letters,
-            on_progress=self._on_progress,
+            observer=self._observer,
             pauses_engine=not shares_engine,
-            request_prefix="eval/",
+            namespace="eval/",
         )
-        manager = config.build(world, _EveryPrompt)
-        manager.needs_groups = False
+        manager = config.build(world)
         sizes = {name: len(prompts) for name, prompts in world.prompts.items()}
-        result = await manager.produce_batch(sum(sizes.values()), model_step + 1, model_step=model_step)
+        try:
+            result = await manager.ask(sizes, model_step=model_step)
+        finally:
+            await manager.close()
         metrics: dict[str, float] = {}
         for greedy in (False, True) if self._config.greedy else (False,):
             chosen = [g for g in result.groups if g[0].task_name.endswith(GREEDY) == greedy]
@@ -137,13 +138,6 @@ class Evaluator:
         return {f"{prefix}{name}": value for name, value in computed.items()} | {
             f"{prefix}failed_prompts": float(asked - len(groups))
         }
-
-
-class _EveryPrompt(AgentLoopManager):
-    """Each task's batch is all of its prompts; none has to succeed."""
-
-    def get_task_batch_sizes(self, batch_size: int, train_step: int) -> dict[str, int]:
-        return {name: len(task.runtime.sampler) for name, task in self.tasks.items()}
 
 
 def default_metrics(groups: Sequence[Group], success_score: float) -> dict[str, float]:
@@ -179,7 +173,7 @@ def _score(rollout: RolloutState) -> float:
 
 
 def _ask_once(task: TaskSpecConfig) -> TaskSpecConfig:
-    once = task.replace("produce_strategy_config", SyncProduceStrategyConfig(refill=False))
+    once = task.replace("produce_strategy_config", AskOnceStrategyConfig())
     return once.replace("sampler_config.shuffle", False).replace("weight", 1.0)
 
 

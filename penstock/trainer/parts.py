@@ -9,12 +9,12 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from penstock.events import Event, TaskProgress
 from penstock.judger import JudgerSet
 from penstock.learn.worker import TorchTrainWorker
 from penstock.models import load_tokenizer, model_context, resolve_model
 from penstock.ports import Engine, Tokenizer, WeightChannel
 from penstock.produce import AgentLoopManager, World, load_prompts
-from penstock.produce.watchdog import OnProgress
 from penstock.replay import ReplayBuffer
 from penstock.replay.disk import Disk
 from penstock.trainer.checkpoints import CheckpointStore
@@ -50,6 +50,18 @@ class Parts(msgspec.Struct, kw_only=True):
                 stack.push_async_callback(part.close)
 
 
+class ProgressBars:
+    """Shows how far each task is."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+
+    def notice(self, event: Event) -> None:
+        if isinstance(event, TaskProgress):
+            counts = {"pending": event.pending, "expired": event.expired, "tokens": event.tokens}
+            self._display.progress(event.task, event.done, event.due, **counts)
+
+
 class _Opened:
     """The model's directory and what is known without loading its weights."""
 
@@ -78,12 +90,8 @@ class _Opened:
             judgers=self.judgers,
             seed=self.config.seed + EVAL_SEED,
             dead_letters=dead_letters,
-            on_progress=self.on_progress,
+            observer=ProgressBars(self.display),
         )
-
-    @property
-    def on_progress(self) -> OnProgress:
-        return lambda task, done, target, details: self.display.progress(task, done, target, **details)
 
 
 class NewTrainer(Protocol[TrainerT]):
@@ -152,7 +160,7 @@ def _build_parts(
         run_seed=config.seed,
         sync_weights_interval=config.sync_weights_interval,
         dead_letters=run_dir / "dead_letters.jsonl",
-        on_progress=opened.on_progress,
+        observer=ProgressBars(display),
     )
     return Parts(
         engine=engine,

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from penstock.errors import CircuitOpen, DeadlineExceeded, RunError
+from penstock.events import Event, TaskProgress
 from penstock.ports import GenerateRequest
 from penstock.produce import (
     AgentLoopManager,
@@ -706,7 +707,8 @@ def test_memory_and_tasks_stay_flat_over_a_long_run(asynchronous: NewTask) -> No
             states = world.buffer.conservation("task").states
             waiting = sum(n for state, n in states.items() if state not in ("trained", "discarded"))
             runtime = world.manager.tasks["task"].runtime
-            seen.append((len(asyncio.all_tasks()), waiting, len(runtime.attempts) + len(runtime.group_seconds)))
+            attempts = len(list(world.manager.tasks["task"].strategy.attempts()))
+            seen.append((len(asyncio.all_tasks()), waiting, attempts + len(runtime.group_seconds)))
         await world.manager.shutdown()
         await loop
         return seen
@@ -758,15 +760,20 @@ def test_waiting_for_a_batch_nobody_produces_ends_too(asynchronous: NewTask) -> 
         run_virtual(world.manager.get_batch(4, 1))
 
 
-def test_progress_is_reported_per_task(asynchronous: NewTask) -> None:
-    reports: list[tuple[str, int, int, dict[str, float]]] = []
+class Noted:
+    def __init__(self) -> None:
+        self.events: list[TaskProgress] = []
 
-    def note(task: str, done: int, due: int, details: dict[str, float]) -> None:
-        reports.append((task, done, due, details))
+    def notice(self, event: Event) -> None:
+        assert isinstance(event, TaskProgress)
+        self.events.append(event)
 
-    world = ScriptedWorld(on_progress=note)
+
+def test_progress_is_reported_per_task() -> None:
+    noted = Noted()
+    world = ScriptedWorld(observer=noted)
     run_virtual(world.manager.produce_batch(4, 1, model_step=0))
-    assert {report[0] for report in reports} == {"task"}
-    assert max(report[1] for report in reports) >= 3
-    assert {report[2] for report in reports} == {4}
-    assert set(reports[0][3]) >= {"pending", "expired", "tokens"}
+    assert {event.task for event in noted.events} == {"task"}
+    assert max(event.done for event in noted.events) >= 3
+    assert {event.due for event in noted.events} == {4}
+    assert noted.events[-1].tokens > 0

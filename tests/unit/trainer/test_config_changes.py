@@ -94,7 +94,7 @@ def test_what_changes_the_meaning_of_a_run_is_refused(path: str, value: Any) -> 
         ("sync_timeout_s", 1.0),
         ("manager.stall_timeout_s", 1.0),
         ("manager.failures.breaker_share", 1.0),
-        (f"{TASK}.agent_loop_config.request_timeout_s", 1.0),
+        (f"{TASK}.agent_loop_config.rollout_timeout_s", 1.0),
         (f"{TASK}.judger_config.timeout_s", 1.0),
         (f"{TASK}.judger_config.num_workers", 1),
         (f"{TASK}.agent_loop_config.num_ray_actors", 1),
