@@ -3,7 +3,7 @@
 from penstock.replay.buffer import ReplayBuffer
 from penstock.replay.config import ReplayBufferConfig
 from penstock.replay.ledger import LEDGER_FILE, Ledger, has_ledger
-from penstock.replay.lifecycle import Conservation, DiscardReason, GroupState, Lifecycle, Transition
+from penstock.replay.lifecycle import WAITING, Conservation, DiscardReason, GroupState, Lifecycle, Transition
 from penstock.replay.restore import Restored
 from penstock.replay.signal import Signal
 from penstock.replay.staleness import (
@@ -18,6 +18,7 @@ from penstock.replay.story import group_story, ledger_summary, render_story, ren
 
 __all__ = [
     "LEDGER_FILE",
+    "WAITING",
     "Conservation",
     "DiscardReason",
     "GroupState",
