@@ -46,6 +46,8 @@ class Status(enum.StrEnum):
 
 
 class FinishReason(enum.StrEnum):
+    """Why an answer ended."""
+
     STOP = "stop"
     """The model ended its answer: end-of-text, a stop id or a stop string."""
     LENGTH = "length"

@@ -8,6 +8,8 @@ from penstock.rollout import RolloutState
 
 
 class SingleTurnAgentLoop(AgentLoop):
+    """Prompt, answer, judge."""
+
     durable_turns = False  # Its only turn is stored with the group at once.
 
     async def generate_sample(self, rollout: RolloutState) -> RolloutState:
@@ -16,4 +18,6 @@ class SingleTurnAgentLoop(AgentLoop):
 
 
 class SingleTurnAgentLoopConfig(AgentLoopConfig):
+    """Asks once and takes the answer."""
+
     loop: type[AgentLoop] | str = SingleTurnAgentLoop

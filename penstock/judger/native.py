@@ -43,6 +43,8 @@ _OUR_OWN = ("busy", "closed")
 
 
 class NativeJudgerConfig(JudgerConfig):
+    """A Python function as a judge, with its deadline, retries and worker processes."""
+
     reward_handler: Callable[..., Any] | str
     """A function, `package.module.name`, or `file.py:name`."""
     timeout_s: Seconds = 30.0

@@ -20,6 +20,8 @@ LOSS_NAMES = ("ppo", "policy_gradient")
 
 
 class LossConfig(Config):
+    """What is minimised."""
+
     name: str = "ppo"
     """`ppo`, `policy_gradient`, or the dotted path of a function `(LossTokens, LossConfig) -> LossTerms`."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
@@ -45,6 +47,8 @@ class LossConfig(Config):
 
 
 class TrainWorkerConfig(Config):
+    """How groups become a gradient, and a gradient a step."""
+
     lr: float = Field(default=1e-6, gt=0)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)

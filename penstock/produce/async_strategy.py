@@ -98,6 +98,8 @@ class AsyncProduceStrategy(PooledStrategy):
 
 
 class AsyncProduceStrategyConfig(PooledStrategyConfig):
+    """Produce ahead of the trainer, within a bound on staleness."""
+
     over_sample_threshold: float = pydantic.Field(default=0.0, ge=0, allow_inf_nan=False)
     """Groups started beyond the target, as a share of the task's batch, rounded up."""
     enable_partial_rollout: bool = False

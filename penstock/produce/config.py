@@ -84,6 +84,8 @@ class World(msgspec.Struct, kw_only=True):
 
 
 class AgentLoopManagerConfig(Config):
+    """The tasks of a run, and how production pauses, fails and gives up."""
+
     tasks: TaskSpecConfig | list[TaskSpecConfig]
     failures: FailurePolicyConfig = FailurePolicyConfig()
     pause_request_timeout_s: float = pydantic.Field(default=30.0, gt=0, allow_inf_nan=False)

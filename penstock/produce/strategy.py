@@ -68,6 +68,8 @@ def has_different_rewards(samples: list[RolloutState]) -> bool:
 
 
 class ProduceStrategy(abc.ABC):
+    """Decides how many groups to start, when, and when a batch is done. Subclass it for one of your own."""
+
     @abc.abstractmethod
     async def produce_batch(self, ctx: ProduceContext) -> ProduceBatchStatus:
         """Produce until the task's target is reached, a pause comes, or the model is too old."""
@@ -90,6 +92,8 @@ class ProduceStrategy(abc.ABC):
 
 
 class ProduceStrategyConfig(Config, abc.ABC):
+    """Base of strategy configurations."""
+
     is_valid_sample_fn: IsValidSampleFn = default_is_valid_sample_fn
     should_continue_fn: ShouldContinueFn = default_should_continue_fn
 

@@ -36,5 +36,7 @@ class SyncProduceStrategy(PooledStrategy):
 
 
 class SyncProduceStrategyConfig(PooledStrategyConfig):
+    """Produce exactly the batch, from the weights as they are."""
+
     def build(self, *, sync_weights_interval: int = 1) -> SyncProduceStrategy:
         return SyncProduceStrategy(should_continue_fn=self.should_continue_fn, pause_timeout_s=self.pause_timeout_s)

@@ -129,7 +129,9 @@ class RLColocateTrainerConfig(RLTrainerConfig):
         from penstock.trainer.colocate import RLColocateTrainer
         from penstock.trainer.parts import build_trainer
 
-        return build_trainer(self, RLColocateTrainer, Path(run_dir), observers or plain_observers(), resume, profile=profile)
+        return build_trainer(
+            self, RLColocateTrainer, Path(run_dir), observers or plain_observers(), resume, profile=profile
+        )
 
 
 class RLDisaggregatedTrainerConfig(RLTrainerConfig):
@@ -169,7 +171,9 @@ class RLDisaggregatedTrainerConfig(RLTrainerConfig):
         from penstock.trainer.disaggregated import RLDisaggregatedTrainer
         from penstock.trainer.parts import build_trainer
 
-        return build_trainer(self, RLDisaggregatedTrainer, Path(run_dir), observers or plain_observers(), resume, profile=profile)
+        return build_trainer(
+            self, RLDisaggregatedTrainer, Path(run_dir), observers or plain_observers(), resume, profile=profile
+        )
 
 
 def plain_observers() -> Observers:

@@ -286,9 +286,7 @@ class _Run:
         published = await self.ports.channel.publish(self.step)
         self.served = self.step
         self.ports.observer.notice(
-            WeightsPublished(
-                model_step=published.model_step, num_bytes=published.num_bytes, seconds=published.seconds
-            )
+            WeightsPublished(model_step=published.model_step, num_bytes=published.num_bytes, seconds=published.seconds)
         )
 
     async def sync(self, stages: Stages) -> None:
@@ -382,6 +380,4 @@ class Stages:
             seconds = clock() - started
             if counted and self._depth == 1:
                 self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-            self._observer.notice(
-                StageEnded(stage=name, seconds=seconds, train_step=self._train_step, lane=self._lane)
-            )
+            self._observer.notice(StageEnded(stage=name, seconds=seconds, train_step=self._train_step, lane=self._lane))

@@ -26,6 +26,8 @@ Kind = Literal["train", "eval"]
 
 
 class Tracker(Protocol):
+    """Where metrics go."""
+
     def log(self, step: int, metrics: Mapping[str, float], *, kind: Kind = "train") -> None:
         """Keep one step's or one evaluation's metrics; in the file when it returns.
 

@@ -120,6 +120,10 @@ class Trajectories:
     def save_evaluation(self, model_step: int, groups: Iterable[Group]) -> Path:
         return self._save(evaluation_path(self.directory, model_step), groups, model_step + 1, {})
 
+    def save_as(self, name: str, groups: Iterable[Group]) -> Path:
+        """Answers of the initial weights that belong to no run."""
+        return self._save(self.directory / name, groups, 1, {})
+
     def save_logprobs(self, train_step: int, logprobs: Mapping[str, Sequence[FloatArray]]) -> Path:
         """When the step counts; by rollout, one array per segment."""
         lines = [
@@ -128,9 +132,7 @@ class Trajectories:
         ]
         return self._write(logprobs_path(self.directory, train_step), lines)
 
-    def _save(
-        self, path: Path, groups: Iterable[Group], train_step: int, advantages: Mapping[str, float]
-    ) -> Path:
+    def _save(self, path: Path, groups: Iterable[Group], train_step: int, advantages: Mapping[str, float]) -> Path:
         lines = [
             self._line(rollout, train_step, advantages.get(rollout.rollout_id)) for group in groups for rollout in group
         ]
