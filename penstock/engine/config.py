@@ -144,7 +144,7 @@ class RolloutControllerConfig(Config):
 
     max_requests_per_engine: int | None = pydantic.Field(default=None, ge=1)
     """Requests given to one engine at a time; more wait in the controller's line. None: as many as it runs at once."""
-    request_timeout_s: float = pydantic.Field(default=300.0, gt=0)
+    request_timeout_s: float = pydantic.Field(default=200.0, gt=0)
     """For one engine to answer one request, from when it is given the request; then another engine is asked. Waiting
     in line and being frozen by a pause do not count."""
     control_timeout_s: float = pydantic.Field(default=30.0, gt=0)

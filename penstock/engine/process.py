@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import msgspec
 
@@ -24,7 +24,7 @@ from penstock.engine.frames import START, Failed, Reply, Setup, error_from_wire,
 from penstock.engine.remote import RemoteEngine
 from penstock.environment import child_environment
 from penstock.errors import InfrastructureFailure, PenstockError
-from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, PauseMode, WeightSource
+from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, WeightSource
 from penstock.rollout import FailureReason
 
 LAST_LINES = 20
@@ -62,8 +62,16 @@ class ProcessEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         return await (await self._engine()).generate(request)
 
-    async def pause_generation(self, mode: PauseMode = "abort") -> None:
-        await (await self._engine()).pause_generation(mode)
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
+        async with contextlib.aclosing((await self._engine()).stream(request)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def score(self, ids: bytes) -> bytes:
+        return await (await self._engine()).score(ids)
+
+    async def pause_generation(self) -> None:
+        await (await self._engine()).pause_generation()
 
     async def continue_generation(self) -> None:
         await (await self._engine()).continue_generation()

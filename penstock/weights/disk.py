@@ -45,7 +45,7 @@ class DiskChannel:
         self._max_file_bytes = max_file_bytes
 
     async def publish(self, model_step: int) -> Published:
-        """Raises WeightSyncError when no engine confirmed what was written, StorageError when the files could not be written."""
+        """Raises WeightSyncError when no engine confirmed the files, StorageError when they could not be written."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:

@@ -21,7 +21,8 @@ from penstock.errors import (
     PenstockError,
     WeightSyncError,
 )
-from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, PauseMode
+from penstock.events import EngineChanged, Event
+from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, OnPause
 from penstock.rollout import FailureReason, FinishReason, SampleParams, pack_ids, pack_logprobs
 from penstock.testing.clock import run_virtual
 
@@ -56,7 +57,10 @@ class FakeEngine:
         self.control_hangs = False
         self.spoil: Callable[[Completion], Completion] = lambda completion: completion
         self.refuses: str = ""
-        self.paused: PauseMode | None = None
+        self.paused = False
+        self.asleep = False
+        self.state = "recovering"
+        """What the controller said of it last."""
         self.served: list[str] = []
         self.most_running = 0
         self.loads: list[int] = []
@@ -64,15 +68,17 @@ class FakeEngine:
         self.start_s = 1.0
         self.health_s = 0.0
         self._running: dict[str, asyncio.Future[None]] = {}
+        self._on_pause: dict[str, str] = {}
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self._alive()
-        if self.paused == "abort":
+        if self.paused and request.on_pause == "abort":
             return NOTHING
         if request.group_id == "bad data":
             raise DataFailure("cannot be served", reason=FailureReason.CONTEXT_TOO_LONG)
         self.served.append(request.request_id)
         aborted = self._running[request.request_id] = asyncio.get_running_loop().create_future()
+        self._on_pause[request.request_id] = request.on_pause
         self.most_running = max(self.most_running, len(self._running))
         try:
             async with asyncio.timeout(None if self.hangs else self.seconds):
@@ -92,15 +98,14 @@ class FakeEngine:
             )
         )
 
-    async def pause_generation(self, mode: PauseMode = "abort") -> None:
+    async def pause_generation(self) -> None:
         await self._obey()
-        self.paused = mode
-        if mode == "abort":
-            self._end(list(self._running))
+        self.paused = True
+        self._end([name for name in self._running if self._on_pause[name] == "abort"])
 
     async def continue_generation(self) -> None:
         await self._obey()
-        self.paused = None
+        self.paused = False
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._obey()
@@ -108,9 +113,11 @@ class FakeEngine:
 
     async def sleep(self) -> None:
         await self._obey()
+        self.asleep = True
 
     async def wake(self) -> None:
         await self._obey()
+        self.asleep = False
 
     async def load_weights(self, source: Any, model_step: int) -> LoadedWeights | None:
         await self._obey()
@@ -146,7 +153,7 @@ class FakeEngine:
             raise InfrastructureFailure("no such device", reason=FailureReason.ENGINE_START)
         self.dead = self.hangs = self.control_hangs = False
         self.spoil = lambda completion: completion
-        self.step, self.paused = 0, None
+        self.step, self.paused, self.asleep = 0, False, False
 
     async def close(self) -> None:
         self.die()
@@ -172,9 +179,30 @@ class FakeEngine:
             await asyncio.Event().wait()
 
 
-def request(name: str, *, group: str = "", seed: int = 5) -> GenerateRequest:
+ON_PAUSE: tuple[OnPause, ...] = ("abort", "keep", "serve")
+
+
+def request(name: str, *, group: str = "", seed: int = 5, on_pause: OnPause = "abort") -> GenerateRequest:
     params = SampleParams(max_tokens=4)
-    return GenerateRequest(request_id=name, prompt_ids=pack_ids([1]), params=params, seed=seed, group_id=group)
+    return GenerateRequest(
+        request_id=name, prompt_ids=pack_ids([1]), params=params, seed=seed, group_id=group, on_pause=on_pause
+    )
+
+
+class Reporter:
+    """Notes on each engine what the controller says of it."""
+
+    def __init__(self, engines: dict[str, Any]) -> None:
+        self._engines = engines
+
+    def notice(self, event: Event) -> None:
+        if isinstance(event, EngineChanged):
+            assert event.reason
+            self._engines[event.engine].state = event.state
+
+
+def states(engines: dict[str, Any]) -> set[str]:
+    return {engine.state for engine in engines.values()}
 
 
 Test = Callable[[RolloutController, dict[str, Any]], Coroutine[Any, Any, None]]
@@ -184,10 +212,10 @@ def play(test: Test, *, seed: int | None = 0, names: str = "ab", **limits: Any) 
     engines = {name: FakeEngine() for name in names}
 
     async def main() -> None:
-        controller = RolloutControllerConfig(**limits).build(engines)  # type: ignore[arg-type]
+        controller = RolloutControllerConfig(**limits).build(engines, observer=Reporter(engines))  # type: ignore[arg-type]
         try:
             await controller.check_health()
-            await until(lambda: set(controller.states().values()) == {"active"})
+            await until(lambda: states(engines) == {"active"})
             await test(controller, engines)
         finally:
             await controller.close()
@@ -235,12 +263,12 @@ def test_an_engine_killed_while_serving_is_fenced_and_its_requests_are_answered_
         await asyncio.sleep(0.5)
         lost = list(engines["a"].served)
         engines["a"].die()
-        await until(lambda: controller.states()["a"] != "active")
+        await until(lambda: engines["a"].state != "active")
         assert asyncio.get_running_loop().time() < 10
         answers = await asking
         assert all(answer.steps == ((0, 4),) for answer in answers)
         assert lost and set(lost) <= set(engines["b"].served)
-        await until(lambda: controller.states()["a"] == "active")
+        await until(lambda: engines["a"].state == "active")
         assert engines["a"].starts == 2
 
     play(test, seed=seed)
@@ -252,9 +280,9 @@ def test_an_engine_killed_while_idle_returns_with_the_current_weights_and_only_t
         await controller.load_weights(Kept(), 4)
         engines["a"].die()
         started = asyncio.get_running_loop().time()
-        await until(lambda: controller.states()["a"] != "active")
+        await until(lambda: engines["a"].state != "active")
         assert asyncio.get_running_loop().time() - started < 10
-        while controller.states()["a"] != "active":
+        while engines["a"].state != "active":
             answer = await controller.generate(request("x"))
             assert answer.steps == ((4, 4),)
         assert (engines["a"].step, engines["a"].loads) == (4, [4, 4])
@@ -270,7 +298,7 @@ def test_an_engine_that_accepts_and_never_answers_loses_the_request_to_another()
         assert all(answer.steps == ((0, 4),) for answer in answers)
         assert asyncio.get_running_loop().time() < 40
         await until(lambda: engines["a"].starts == 2)  # three late answers are a failed series
-        await until(lambda: controller.states()["a"] == "active")
+        await until(lambda: engines["a"].state == "active")
 
     play(test, request_timeout_s=30.0)
 
@@ -279,7 +307,7 @@ def test_an_engine_that_answers_nothing_at_all_is_fenced_by_its_probes() -> None
     async def test(controller: RolloutController, engines: dict[str, Any]) -> None:
         engines["a"].hangs = engines["a"].control_hangs = True
         asking = asyncio.create_task(ask_all(controller, 4))
-        await until(lambda: controller.states()["a"] != "active")
+        await until(lambda: engines["a"].state != "active")
         assert asyncio.get_running_loop().time() < 10
         assert all(answer.steps == ((0, 4),) for answer in await asking)
 
@@ -291,8 +319,8 @@ def test_an_engine_that_makes_tokens_but_answers_health_checks_late_is_not_fence
         engines["a"].health_s = 15.0
         for i in range(100):
             await controller.generate(request(f"{i}", group="one"))
-        assert engines["a"].starts == 1 and controller.states()["a"] == "active"
-        await until(lambda: controller.states()["a"] != "active")
+        assert engines["a"].starts == 1 and engines["a"].state == "active"
+        await until(lambda: engines["a"].state != "active")
         with pytest.raises(InfrastructureFailure, match="no answer to a health check within 10 s"):
             await controller.check_health()
 
@@ -345,7 +373,7 @@ def test_a_request_that_cannot_be_served_is_not_tried_again_and_is_nobodys_failu
         for i in range(10):
             with pytest.raises(DataFailure):
                 await controller.generate(request(f"{i}", group="bad data"))
-        assert set(controller.states().values()) == {"active"}
+        assert states(engines) == {"active"}
 
     play(test)
 
@@ -369,7 +397,7 @@ def test_when_no_engine_comes_back_the_error_names_every_engine_and_its_failure(
         assert str(error.value).count("no such device") == 2
         for engine in engines.values():
             engine.can_restart = True
-        await until(lambda: "active" in controller.states().values())
+        await until(lambda: "active" in states(engines))
         assert (await controller.generate(request("again"))).steps == ((0, 4),)
 
     play(test, seed=seed)
@@ -433,7 +461,7 @@ def test_an_engine_that_does_not_confirm_new_weights_serves_nothing_until_it_has
         assert all(answer.steps == ((1, 4),) for answer in await ask_all(controller, 6))
         await until(lambda: engines["a"].starts == 2)
         engines["a"].refuses = ""
-        await until(lambda: controller.states()["a"] == "active")
+        await until(lambda: engines["a"].state == "active")
         assert engines["a"].step == 1
 
     play(test, load_timeout_s=20.0)
@@ -458,7 +486,7 @@ def test_an_engine_killed_during_a_sync_is_fenced_and_the_sync_holds() -> None:
         await asyncio.sleep(0.05)
         engines["b"].die()
         await syncing
-        assert controller.states()["a"] == "active" != controller.states()["b"]
+        assert engines["a"].state == "active" != engines["b"].state
         assert await controller.model_step() == 1
 
     play(test)
@@ -469,10 +497,10 @@ def test_an_engine_that_lost_weights_nobody_kept_waits_for_the_next_sync() -> No
         await controller.load_weights(Live(), 1)
         engines["a"].die()
         await asyncio.sleep(200)
-        assert controller.states() == {"a": "recovering", "b": "active"}
+        assert (engines["a"].state, engines["b"].state) == ("recovering", "active")
         assert engines["a"].starts == 2, "it waits, it does not restart again and again"
         await controller.load_weights(Live(), 2)
-        await until(lambda: controller.states()["a"] == "active")
+        await until(lambda: engines["a"].state == "active")
         assert {engine.step for engine in engines.values()} == {2}
 
     play(test)
@@ -486,7 +514,7 @@ def test_engines_with_other_weights_than_the_controller_was_built_for_fail_reque
         engines = {"a": FakeEngine(), "b": FakeEngine()}
         for engine in engines.values():
             engine.step = 3
-        controller = RolloutControllerConfig().build(engines)  # type: ignore[arg-type]
+        controller = RolloutControllerConfig().build(engines, observer=Reporter(engines))  # type: ignore[arg-type]
         started = asyncio.get_running_loop().time()
         with pytest.raises(EngineUnavailable, match=r"a is recovering: serves model step 3, not 0; .*b is recovering"):
             await controller.generate(request("x"))
@@ -495,7 +523,7 @@ def test_engines_with_other_weights_than_the_controller_was_built_for_fail_reque
         await controller.load_weights(weights(), 4)
         assert all(answer.steps == ((4, 4),) for answer in await ask_all(controller, 6))
         assert asyncio.get_running_loop().time() - started < 5
-        assert set(controller.states().values()) == {"active"}
+        assert states(engines) == {"active"}
         assert [engine.starts for engine in engines.values()] == [1, 1]
         await controller.close()
 
@@ -526,11 +554,11 @@ def test_one_engine_with_other_weights_waits_for_the_next_sync_while_the_other_s
     async def main() -> None:
         engines = {"a": FakeEngine(), "b": FakeEngine()}
         engines["a"].step = 3
-        controller = RolloutControllerConfig().build(engines)  # type: ignore[arg-type]
+        controller = RolloutControllerConfig().build(engines, observer=Reporter(engines))  # type: ignore[arg-type]
         assert all(answer.steps == ((0, 4),) for answer in await ask_all(controller, 6))
         assert not engines["a"].served
         await controller.load_weights(Live(), 1)
-        await until(lambda: set(controller.states().values()) == {"active"})
+        await until(lambda: states(engines) == {"active"})
         assert [engine.step for engine in engines.values()] == [1, 1]
         await controller.close()
 
@@ -553,8 +581,8 @@ def test_an_engine_that_forgets_its_weights_is_fenced() -> None:
     async def test(controller: RolloutController, engines: dict[str, Any]) -> None:
         await controller.load_weights(Kept(), 3)
         engines["a"].step = 2
-        await until(lambda: controller.states()["a"] != "active")
-        await until(lambda: controller.states()["a"] == "active")
+        await until(lambda: engines["a"].state != "active")
+        await until(lambda: engines["a"].state == "active")
         assert engines["a"].step == 3
 
     play(test)
@@ -566,7 +594,7 @@ def test_a_pause_is_obeyed_at_once_with_256_requests_in_flight(seed: int) -> Non
         asking = asyncio.create_task(ask_all(controller, 256))
         await asyncio.sleep(0.5)
         now = asyncio.get_running_loop().time()
-        await controller.pause_generation("abort")
+        await controller.pause_generation()
         answers = await asking
         assert asyncio.get_running_loop().time() - now < 0.1
         assert {answer.finish_reason for answer in answers} == {FinishReason.ABORT}
@@ -582,8 +610,8 @@ def test_an_engine_that_does_not_pause_is_fenced_and_the_pause_holds() -> None:
         engines["a"].hangs = engines["a"].control_hangs = True
         asking = asyncio.create_task(ask_all(controller, 8))
         await asyncio.sleep(0.1)
-        await controller.pause_generation("abort")
-        assert controller.states()["a"] == "fenced"
+        await controller.pause_generation()
+        assert engines["a"].state == "fenced"
         assert {answer.finish_reason for answer in await asking} == {FinishReason.ABORT}
 
     play(test, control_timeout_s=3.0, probe_timeout_s=100.0)
@@ -592,12 +620,14 @@ def test_an_engine_that_does_not_pause_is_fenced_and_the_pause_holds() -> None:
 def test_an_engine_that_returns_during_a_pause_is_paused_like_the_others() -> None:
     async def test(controller: RolloutController, engines: dict[str, Any]) -> None:
         engines["a"].die()
-        await until(lambda: controller.states()["a"] != "active")
-        await controller.pause_generation("keep")
-        await until(lambda: controller.states()["a"] == "active")
-        assert engines["a"].paused == "keep"
+        await until(lambda: engines["a"].state != "active")
+        await controller.pause_generation()
+        await controller.sleep()
+        await until(lambda: engines["a"].state == "active")
+        assert engines["a"].paused and engines["a"].asleep
+        await controller.wake()
         await controller.continue_generation()
-        assert engines["a"].paused is None
+        assert not engines["a"].paused and not engines["a"].asleep
 
     play(test)
 
@@ -606,9 +636,9 @@ def test_the_clock_of_a_frozen_request_stands_still() -> None:
     async def test(controller: RolloutController, engines: dict[str, Any]) -> None:
         for engine in engines.values():
             engine.seconds = 1000.0
-        asking = asyncio.create_task(controller.generate(request("x")))
+        asking = asyncio.create_task(controller.generate(request("x", on_pause="keep")))
         await asyncio.sleep(5)
-        await controller.pause_generation("keep")
+        await controller.pause_generation()
         await asyncio.sleep(500)
         assert not asking.done()
         asking.cancel()
@@ -647,7 +677,7 @@ def test_restart_returns_when_the_engine_serves_again() -> None:
         asking = asyncio.create_task(ask_all(controller, 8))
         await asyncio.sleep(0.5)
         await controller.restart("a")
-        assert controller.states()["a"] == "active"
+        assert engines["a"].state == "active"
         assert (engines["a"].starts, engines["a"].step) == (2, 2)
         assert all(answer.steps == ((2, 4),) for answer in await asking)
 
@@ -709,11 +739,13 @@ def test_whatever_fails_every_request_ends_and_no_token_carries_weights_that_wer
         breaking = asyncio.create_task(trouble(engines))
         asking = []
         for step in range(1, 30):
-            asking += [asyncio.create_task(controller.generate(request(f"{step}/{i}"))) for i in range(10)]
+            asking += [
+                asyncio.create_task(controller.generate(request(f"{step}/{i}", on_pause=chance.choice(ON_PAUSE))))
+                for i in range(10)
+            ]
             await asyncio.sleep(chance.uniform(0, 5))
             if chance.random() < 0.3:
-                mode = chance.choice(["abort", "keep"])
-                await controller.pause_generation(mode)  # type: ignore[arg-type]
+                await controller.pause_generation()
                 await asyncio.sleep(1)
                 await controller.continue_generation()
             published.add(step)
