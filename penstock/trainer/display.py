@@ -71,7 +71,7 @@ class Display(abc.ABC):
                 self.evaluated(event.model_step, event.metrics)
             case StepGivenBack():
                 self.note(f"train step {event.train_step} refused: {event.reason}")
-            case EngineChanged():
+            case EngineChanged() if event.reason != "closed":
                 self.note(f"{event.engine} is {event.state}{f': {event.reason}' if event.reason else ''}")
             case Warned():
                 self.note(f"warning: {event.text}")
