@@ -39,8 +39,10 @@ class RLTrainerConfig(Config):
     engines: EnginesConfig = EnginesConfig()
     """What answers, how many of it, and how the weights reach it."""
     train: TrainWorkerConfig = TrainWorkerConfig()
-    manager: AgentLoopManagerConfig
-    """What is trained on. `tasks=` in its place gives the tasks and leaves the rest as it is."""
+    tasks: TaskSpecConfig | list[TaskSpecConfig] | None = None
+    """What is trained on, for short: becomes `manager.tasks`, and is kept and changed there."""
+    manager: AgentLoopManagerConfig = pydantic.Field(default_factory=lambda: AgentLoopManagerConfig(tasks=[]))
+    """The tasks, and how they are produced. Exactly one of `tasks` and `manager` is given."""
     replay_buffer: ReplayBufferConfig = ReplayBufferConfig(storage="sqlite")
     evaluator: EvaluatorConfig | None = None
     trackers: list[TrackerConfig] = [JsonlTrackerConfig(), TensorBoardTrackerConfig()]
@@ -64,13 +66,17 @@ class RLTrainerConfig(Config):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _tasks_for_short(cls, values: Any) -> Any:
-        """`tasks=` is short for `manager=AgentLoopManagerConfig(tasks=...)`."""
-        if not isinstance(values, dict) or "tasks" not in values:
+        if not isinstance(values, dict):
             return values
-        if "manager" in values:
-            raise ValueError("tasks and manager are both given; the manager has its tasks, give one of the two")
         rest = {name: value for name, value in values.items() if name != "tasks"}
-        return rest | {"manager": AgentLoopManagerConfig(tasks=values["tasks"])}
+        tasks = values.get("tasks")
+        if tasks is None and "manager" not in values:
+            raise ValueError("there is nothing to train on: give tasks=[...], or manager=AgentLoopManagerConfig(...)")
+        if tasks is None:
+            return rest
+        if "manager" in values:
+            raise ValueError("tasks and manager are both given; the manager has its tasks: give one of the two")
+        return rest | {"manager": AgentLoopManagerConfig(tasks=tasks if isinstance(tasks, list) else [tasks])}
 
     def problems(self) -> Iterator[str]:
         tasks = self.manager.task_list

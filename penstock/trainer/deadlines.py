@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.produce import PooledStrategyConfig
+
 if TYPE_CHECKING:
     from penstock.trainer.config import RLTrainerConfig
 
@@ -66,11 +68,13 @@ def deadline_orders(config: RLTrainerConfig) -> Iterator[Order]:
             stall,
             "the run would stop before a slow judge is given up",
         )
-        yield Order(
-            Deadline(f"{where}produce_strategy_config.pause_timeout_s", task.produce_strategy_config.pause_timeout_s),
-            stall,
-            "the run would stop before a slow drain is cut short",
-        )
+        strategy = task.produce_strategy_config
+        if isinstance(strategy, PooledStrategyConfig):
+            yield Order(
+                Deadline(f"{where}produce_strategy_config.pause_timeout_s", strategy.pause_timeout_s),
+                stall,
+                "the run would stop before a slow drain is cut short",
+            )
     yield Order(
         Deadline("engines.controller.request_timeout_s", controller.request_timeout_s, REQUEST_TRIES),
         stall,

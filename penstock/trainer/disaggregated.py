@@ -1,4 +1,4 @@
-"""RLDisaggregatedTrainer: a producer in the background, the trainer in front of it, coupled by the replay buffer alone."""
+"""RLDisaggregatedTrainer: a producer in the background and the trainer in front of it, coupled by the buffer alone."""
 
 from __future__ import annotations
 

@@ -81,6 +81,7 @@ class Display(abc.ABC):
                 self.finish(event.summary)
         self.require_readable()
 
+    @abc.abstractmethod
     def require_readable(self) -> None:
         """Raises OSError or ValueError when what was written did not arrive."""
 

@@ -11,7 +11,6 @@ a step leaves the first one alone; the second one is there as a whole or not at 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -165,7 +164,7 @@ class Trajectories:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             unfinished.write_bytes(b"".join(msgspec.json.encode(line, enc_hook=repr) + b"\n" for line in lines))
-            os.replace(unfinished, path)
+            unfinished.replace(path)
         except OSError as error:
             raise StorageError(f"trajectories could not be written to {path}: {error}") from error
         return path

@@ -319,7 +319,7 @@ def test_a_batch_that_came_with_old_weights_is_trained_and_then_synced() -> None
 
 def test_an_empty_batch_although_the_engines_have_the_newest_weights_stops_the_run() -> None:
     world = World(stale_threshold=0)
-    with pytest.raises(RunError, match="train step 1: the batch is empty .*nothing to sync"):
+    with pytest.raises(RunError, match=r"train step 1: the batch is empty .*nothing to sync"):
         world.run(disaggregated_loop, schedule(2))
 
 
@@ -410,10 +410,12 @@ def test_each_loop_is_written_once() -> None:
     places: dict[str, set[str]] = {"produce_loop": set(), "get_batch": set(), "produce_batch": set()}
     for path in root.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in places:
-                # A strategy's `produce_batch` takes its context alone.
-                if len(node.args) > 1 or node.func.attr == "produce_loop":
-                    places[node.func.attr].add(str(path.relative_to(root)))
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            name = node.func.attr
+            # A strategy's `produce_batch` takes its context alone.
+            if name in places and (len(node.args) > 1 or name == "produce_loop"):
+                places[name].add(str(path.relative_to(root)))
     # The simulation's producer pauses the real one while it waits, and passes the call on.
     assert places.pop("get_batch") == {"trainer/loops.py", "testing/simulation.py"}
     assert places == {"produce_loop": {"trainer/loops.py"}, "produce_batch": {"trainer/loops.py"}}

@@ -8,8 +8,8 @@ import pytest
 
 from penstock.events import (
     BatchTaken,
-    Event,
     EvaluationDone,
+    Event,
     Note,
     RunBegan,
     RunEnded,
