@@ -21,7 +21,7 @@ from penstock.produce import AgentLoopManager, World, load_prompts
 from penstock.replay import ReplayBuffer
 from penstock.replay.disk import Disk
 from penstock.trainer.checkpoints import CheckpointStore
-from penstock.trainer.config import RLTrainerConfig
+from penstock.trainer.config import RLTrainerConfig, plain_observers
 from penstock.trainer.evaluator import Evaluator
 from penstock.trainer.files import Files
 from penstock.trainer.observers import Observers
@@ -121,7 +121,7 @@ def build_trainer(
     config: RLTrainerConfig,
     trainer: NewTrainer[TrainerT],
     run_dir: Path,
-    observers: Observers,
+    observers: Observers | None,
     resume: str | None,
     *,
     disk: Disk | None = None,
@@ -130,12 +130,13 @@ def build_trainer(
 ) -> TrainerT:
     """Check everything, find where to begin, scan the datasets, load the model, take the run directory; in that order.
 
-    `disk` is how the ledger reaches the disk and `files` how checkpoints do, for fault injection. With `profile` the
+    Without `observers` the run is told in lines on standard output. `disk` is how the ledger reaches the disk and `files` how checkpoints do, for fault injection. With `profile` the
     run writes `profile.json`.
     Raises RefusedError; until the datasets are scanned nothing is written, and no weight is loaded. What was built
     when something is refused is closed again.
     """
     config.check()
+    observers = observers or plain_observers()
     checkpoints = CheckpointStore(run_dir / "checkpoints", keep=config.keep_checkpoints, files=files)
     beginning = find_beginning(run_dir, resume, config.describe(), checkpoints)
     recorded = Profile(run_dir / "profile.json") if profile else None

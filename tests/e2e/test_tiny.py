@@ -29,7 +29,7 @@ def test_tiny_learns_and_leaves_a_complete_run_directory(tiny_run, penstock, rea
     assert max(line["train/mismatch/max_abs"] for line in steps) < 1e-4
     assert json.loads((tiny_run / "config.json").read_text())["class"] == "RLColocateTrainerConfig"
     assert list((tiny_run / "tensorboard").iterdir())
-    first = read_lines(tiny_run / "trajectories" / "step-1.jsonl")
+    first = read_lines(tiny_run / "trajectories" / "step-000001.jsonl")
     assert len(first) == 128
     assert {"prompt", "answer", "reward", "advantage", "model_steps", "staleness"} <= first[0].keys()
     # What is exported is what was trained, in the format everybody reads.
@@ -115,7 +115,7 @@ def test_a_judge_that_hangs_raises_or_answers_nan_never_yields_a_reward_and_the_
     trained = [
         rollout
         for step in (1, 2, 3)
-        for rollout in read_lines(tmp_path / "run" / "trajectories" / f"step-{step}.jsonl")
+        for rollout in read_lines(tmp_path / "run" / "trajectories" / f"step-{step:06d}.jsonl")
     ]
     assert len(trained) == 3 * 8 * 8
     assert not {rollout["ground_truth"][-1] for rollout in trained} & set("abc")
