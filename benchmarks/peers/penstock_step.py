@@ -16,7 +16,7 @@ import numpy as np  # noqa: E402 - the job comes first: its environment decides 
 
 from penstock.agent_loop import SingleTurnAgentLoopConfig  # noqa: E402
 from penstock.data import AdditionConfig, SamplerConfig  # noqa: E402
-from penstock.engine import EmbeddedEngineConfig  # noqa: E402
+from penstock.engine import EmbeddedEngineConfig, EnginesConfig  # noqa: E402
 from penstock.judger import rewards  # noqa: E402
 from penstock.learn import TrainWorkerConfig  # noqa: E402
 from penstock.learn.batch import TrainAnswer, TrainBatch, TrainGroup  # noqa: E402
@@ -24,6 +24,7 @@ from penstock.produce import AgentLoopManagerConfig, TaskSpecConfig  # noqa: E40
 from penstock.rollout import SampleParams  # noqa: E402
 from penstock.trainer import RLColocateTrainerConfig  # noqa: E402
 from penstock.trainer.display import PlainDisplay  # noqa: E402
+from penstock.trainer.observers import Observers  # noqa: E402
 
 STEPS = 10_000
 
@@ -70,7 +71,9 @@ def make_config() -> RLColocateTrainerConfig:
     )
     return RLColocateTrainerConfig(
         model=job["model"],
-        engine=EmbeddedEngineConfig(max_running=job["groups"] * job["group_size"], dtype=job["dtype"]),
+        engines=EnginesConfig(
+            engine=EmbeddedEngineConfig(max_running=job["groups"] * job["group_size"], dtype=job["dtype"])
+        ),
         train=TrainWorkerConfig(lr=job["lr"], dtype=job["dtype"]),
         manager=AgentLoopManagerConfig(tasks=[task]),
         total_steps=STEPS,
@@ -93,7 +96,7 @@ def scoring_batch(prompts: list[list[int]], answers: list[list[int]]) -> TrainBa
 
 
 def main() -> None:
-    trainer = make_config().build(run_dir=job["scratch"], display=OneStepPerRequest())
+    trainer = make_config().build(run_dir=job["scratch"], observers=Observers(display=OneStepPerRequest()))
     scores = trainer.parts.worker.score(scoring_batch(*job["score"]))
     serve.answer(scores=[row.tolist() for row in scores])
     trainer.fit()

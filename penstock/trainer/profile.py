@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
+from penstock.engine.controller import RolloutController
 from penstock.events import Event, StageBegan, StageEnded, StepTrained
 from penstock.judger import JudgerSet
 from penstock.judger.config import JudgerConfig
@@ -81,12 +82,14 @@ class Profile:
             self._add(name, started, stopped, TRAINER, micro_batches)
             started = stopped
 
-    def wrap_engine(self, engine: Engine) -> Engine:
+    def wrap_engine(self, controller: RolloutController) -> Engine:
+        """The same door, with every answer on the timeline, and every step of an engine in this process."""
         from penstock.engine.torch_engine.engine import EmbeddedEngine
 
-        if isinstance(engine, EmbeddedEngine):
-            engine.watch(lambda stage, began, ended: self._add(stage, began, ended, ENGINE, {}))
-        return cast(Engine, _TimedEngine(engine, self))
+        for engine in controller.engines.values():
+            if isinstance(engine, EmbeddedEngine):
+                engine.watch(lambda stage, began, ended: self._add(stage, began, ended, ENGINE, {}))
+        return cast(Engine, _TimedEngine(controller, self))
 
     def judgers(self) -> JudgerSet:
         return _TimedJudgers(self)
