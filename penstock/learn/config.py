@@ -65,7 +65,8 @@ class TrainWorkerConfig(Config):
     advantage: str = "grpo"
     max_tokens_per_micro_batch: int = Field(default=1024, ge=1)
     share_prompts: bool = True
-    """Compute a group's prompt once. Falls back to once per answer for models that cannot (metric `shared_prompts`)."""
+    """Compute what several answers or segments have before them once. Falls back to once for each of them for models
+    that cannot (metric `shared_prompts`)."""
     fused: bool = True
     """Compute the Llama and Qwen families by forward and backward passes written for them, on a CPU. Other models, and
     those that would differ, go through transformers either way (metric `fused`)."""

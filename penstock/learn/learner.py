@@ -262,14 +262,13 @@ class TokenTable:
 
     def __init__(self, batch: TrainBatch) -> None:
         self._batch = batch
-        self._ends = np.cumsum([len(answer.ids) for answer in batch.answers])
-        self._starts = self._ends - [len(answer.ids) for answer in batch.answers]
-        self._values = np.full(self._ends[-1], np.nan, dtype=np.float32)
+        self._values = np.full(sum(len(segment) for segment in batch.segments), np.nan, dtype=np.float32)
 
     def add(self, micro_batch: MicroBatch, values: Tensor) -> None:
-        places = self._starts[micro_batch.answer_index] + micro_batch.token_index
-        self._values[places] = values.float().cpu().numpy()
+        self._values[micro_batch.token_index] = values.float().cpu().numpy()
 
     def by_rollout(self) -> dict[str, list[FloatArray]]:
-        pieces = np.split(self._values, self._ends[:-1])
-        return {answer.rollout_id: [piece] for answer, piece in zip(self._batch.answers, pieces, strict=True)}
+        """One array per segment."""
+        ends = np.cumsum([len(segment) for segment in self._batch.segments])
+        pieces = iter(np.split(self._values, ends[:-1]))
+        return {answer.rollout_id: [next(pieces) for _ in answer.segments] for answer in self._batch.answers}

@@ -234,9 +234,8 @@ class RLTrainer:
         """Prepare, save trajectories, train, commit, checkpoint. None when refused: the groups were given back."""
         with times.stage("prepare"):
             batch = self._prepare(result.groups, train_step)
-            advantages = {answer.rollout_id: float(answer.advantages[0]) for answer in batch.answers}
             await asyncio.to_thread(
-                self._trajectories.save, f"step-{train_step}", result.groups, train_step, advantages
+                self._trajectories.save, f"step-{train_step}", result.groups, train_step, batch.advantages
             )
         try:
             with times.stage("train"):

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from penstock.errors import CheckpointError, ModelError, RunError, StepRefused, StorageError
-from penstock.learn.batch import TrainBatch, prepare_batch
+from penstock.learn.batch import TrainAnswer, TrainBatch, prepare_batch
 from penstock.learn.config import LossConfig, TrainWorkerConfig
 from penstock.learn.load import can_share_prompts, check_head
 from penstock.learn.losses import LossTerms, LossTokens
@@ -73,11 +73,14 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def _with_advantage(batch: TrainBatch, advantage: float) -> TrainBatch:
-    groups = [
-        replace(g, answers=[replace(a, advantages=np.full_like(a.advantages, advantage)) for a in g.answers])
-        for g in batch.groups
-    ]
-    return replace(batch, groups=groups)
+    def changed(answer: TrainAnswer) -> TrainAnswer:
+        return replace(
+            answer,
+            advantage=advantage,
+            segments=[replace(s, advantages=np.full_like(s.advantages, advantage)) for s in answer.segments],
+        )
+
+    return replace(batch, groups=[replace(g, answers=[changed(a) for a in g.answers]) for g in batch.groups])
 
 
 def exploding_after_the_first_update(tokens: LossTokens, config: LossConfig) -> LossTerms:
@@ -97,7 +100,7 @@ def test_training_raises_the_logprob_of_better_answers(model_dir: Path, batch: T
         metrics = _train(worker, batch)
     after = _scores(worker, batch)
     gain = [float((b - a).mean()) for a, b in zip(before, after, strict=True)]
-    scores = [float(answer.advantages[0]) for answer in batch.answers]
+    scores = [answer.advantage for answer in batch.answers]
     assert np.corrcoef(gain, scores)[0, 1] > 0.5
     assert metrics["tokens"] == batch.metrics["trained_tokens"]
     assert metrics["lr"] == 1e-3
@@ -111,7 +114,7 @@ def test_the_mismatch_is_that_of_the_engine_and_the_trainer(
 ) -> None:
     worker = _worker(model_dir)
     scored = np.concatenate(_scores(worker, batch))
-    recorded = np.concatenate([answer.logprobs for answer in batch.answers])
+    recorded = np.concatenate([segment.logprobs for segment in batch.segments])
     metrics = _train(worker, batch)
     assert metrics["mismatch/mean_abs"] == pytest.approx(np.abs(scored - recorded).mean(), rel=1e-4)
     assert metrics["mismatch/max_abs"] == pytest.approx(np.abs(scored - recorded).max(), rel=1e-4)
@@ -160,10 +163,11 @@ def test_one_step_is_that_of_a_plain_loop_over_the_answers(model_dir: Path, batc
     total = sum(answer.num_trained for answer in batch.answers)
     for group in batch.groups:
         for answer in group.answers:
-            ids = torch.tensor([*group.prompt_ids.tolist(), *answer.ids.tolist()])
+            [segment] = answer.segments
+            ids = torch.tensor([*group.prompt_ids.tolist(), *segment.ids.tolist()])
             table = model(input_ids=ids[None]).logits[0].log_softmax(-1)[:-1]
             logprobs = table.gather(1, ids[1:, None])[len(group.prompt_ids) - 1 :, 0]
-            (-(logprobs * torch.from_numpy(answer.advantages)).sum() / total).backward()
+            (-(logprobs * torch.from_numpy(segment.advantages)).sum() / total).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
     optimizer.step()
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
