@@ -50,6 +50,11 @@ def load_model(model_dir: Path, *, device: str = "cpu", activation_checkpointing
         model.to(device)
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"device is {device!r}, which cannot be used here: {error}") from error
+    # torch leaves the row of the padding token out of an embedding's gradient. Where a prompt or an answer holds that
+    # token it is a token like any other (often it is the one that ends a turn), here and in the fused passes.
+    embedding = model.get_input_embeddings()
+    if getattr(embedding, "padding_idx", None) is not None:
+        embedding.padding_idx = None
     if activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         # transformers checkpoints only in training mode, which also turns dropout on; the engine has none.
