@@ -24,7 +24,7 @@ from penstock.learn.batch import TrainBatch
 from penstock.learn.config import TrainWorkerConfig
 from penstock.learn.linear import Gradients
 from penstock.learn.load import check_head, choose_way, load_model
-from penstock.learn.losses import LossTokens, answer_weights, get_loss
+from penstock.learn.losses import LossTerms, LossTokens, answer_weights, get_loss
 from penstock.learn.pack import MicroBatch, pack
 from penstock.learn.save import save_hf
 from penstock.learn.state import optimizer_state, read_state, set_optimizer_state, weights_of, write_state
@@ -66,12 +66,13 @@ class Learner:
             check_head(self.model)
             self._way = choose_way(self.model, config, self._gradients, deterministic=deterministic)
         self._parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        decaying = [p for p in self._parameters.values() if p.dim() > 1]
+        others = [p for p in self._parameters.values() if p.dim() <= 1]
         self._optimizer = torch.optim.AdamW(
-            self._parameters.values(),
+            [{"params": decaying, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=config.lr,
             betas=config.betas,
             eps=config.eps,
-            weight_decay=config.weight_decay,
             fused=True,
         )
         self.steps_done = 0
@@ -187,6 +188,12 @@ class Learner:
             )
         with step.timed("optimizer"):
             self._optimizer.step()
+            largest = torch.nn.utils.get_total_norm(self._parameters.values(), math.inf).item()
+        if not math.isfinite(largest):
+            raise RunError(
+                f"train step {batch.train_step}: the optimiser made weights that are not finite, with a gradient that "
+                f"is; lr is {self._config.lr}, weight_decay {self._config.weight_decay}. Resume with smaller ones"
+            )
         step.end_update(loss, norm)
 
     def _accumulate(
@@ -207,18 +214,26 @@ class Learner:
                 advantages=torch.from_numpy(micro_batch.advantages).to(logprobs),
                 on_policy=on_policy,
             )
-            try:
-                terms = self._loss(tokens, self._config.loss)
-            except Exception as error:
-                raise UserFunctionError(
-                    f"loss {self._config.loss.name} raised {type(error).__name__}: {error}"
-                ) from error
+            terms = self._loss_terms(tokens)
             weight = torch.from_numpy(weights[micro_batch.answer_index]).to(logprobs)
             loss = (terms.loss * weight).sum()
         with step.timed("backward"):
             loss.backward()
         step.add(micro_batch, tokens, {"entropy": computed.entropy, **terms.shares})
         return logprobs.detach(), loss.item()
+
+    def _loss_terms(self, tokens: LossTokens) -> LossTerms:
+        name = self._config.loss.name
+        try:
+            terms = self._loss(tokens, self._config.loss)
+        except Exception as error:
+            raise UserFunctionError(f"loss {name} raised {type(error).__name__}: {error}") from error
+        if not isinstance(terms, LossTerms):
+            raise UserFunctionError(f"loss {name} returned a {type(terms).__name__}; it must return LossTerms")
+        wrong = {key: value for key, value in {"loss": terms.loss, **terms.shares}.items() if not _fits(value, tokens)}
+        if wrong:
+            raise UserFunctionError(f"loss {name}: {sorted(wrong)} must be tensors of {len(tokens.logprobs)} numbers")
+        return terms
 
     def _pack(self, batch: TrainBatch, *, every_token: bool = False) -> list[MicroBatch]:
         return pack(
@@ -257,19 +272,22 @@ class Learner:
             release_threads()
 
 
+def _fits(value: object, tokens: LossTokens) -> bool:
+    return isinstance(value, Tensor) and value.shape == tokens.logprobs.shape
+
+
 class TokenTable:
     """One number per token of a batch, NaN until it is computed."""
 
     def __init__(self, batch: TrainBatch) -> None:
         self._batch = batch
-        self._ends = np.cumsum([len(answer.ids) for answer in batch.answers])
-        self._starts = self._ends - [len(answer.ids) for answer in batch.answers]
-        self._values = np.full(self._ends[-1], np.nan, dtype=np.float32)
+        self._values = np.full(sum(len(segment) for segment in batch.segments), np.nan, dtype=np.float32)
 
     def add(self, micro_batch: MicroBatch, values: Tensor) -> None:
-        places = self._starts[micro_batch.answer_index] + micro_batch.token_index
-        self._values[places] = values.float().cpu().numpy()
+        self._values[micro_batch.token_index] = values.float().cpu().numpy()
 
     def by_rollout(self) -> dict[str, list[FloatArray]]:
-        pieces = np.split(self._values, self._ends[:-1])
-        return {answer.rollout_id: [piece] for answer, piece in zip(self._batch.answers, pieces, strict=True)}
+        """One array per segment."""
+        ends = np.cumsum([len(segment) for segment in self._batch.segments])
+        pieces = iter(np.split(self._values, ends[:-1]))
+        return {answer.rollout_id: [next(pieces) for _ in answer.segments] for answer in self._batch.answers}

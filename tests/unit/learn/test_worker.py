@@ -17,12 +17,14 @@ from transformers import (
     CohereForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
 )
 
-from penstock.errors import CheckpointError, ModelError, RunError, StepRefused, StorageError
-from penstock.learn.batch import TrainBatch, prepare_batch
+from penstock.errors import CheckpointError, ModelError, RunError, StepRefused, StorageError, UserFunctionError
+from penstock.learn.batch import TrainAnswer, TrainBatch, prepare_batch
 from penstock.learn.config import LossConfig, TrainWorkerConfig
 from penstock.learn.load import can_share_prompts, check_head
 from penstock.learn.losses import LossTerms, LossTokens
@@ -73,11 +75,14 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def _with_advantage(batch: TrainBatch, advantage: float) -> TrainBatch:
-    groups = [
-        replace(g, answers=[replace(a, advantages=np.full_like(a.advantages, advantage)) for a in g.answers])
-        for g in batch.groups
-    ]
-    return replace(batch, groups=groups)
+    def changed(answer: TrainAnswer) -> TrainAnswer:
+        return replace(
+            answer,
+            advantage=advantage,
+            segments=[replace(s, advantages=np.full_like(s.advantages, advantage)) for s in answer.segments],
+        )
+
+    return replace(batch, groups=[replace(g, answers=[changed(a) for a in g.answers]) for g in batch.groups])
 
 
 def exploding_after_the_first_update(tokens: LossTokens, config: LossConfig) -> LossTerms:
@@ -97,7 +102,7 @@ def test_training_raises_the_logprob_of_better_answers(model_dir: Path, batch: T
         metrics = _train(worker, batch)
     after = _scores(worker, batch)
     gain = [float((b - a).mean()) for a, b in zip(before, after, strict=True)]
-    scores = [float(answer.advantages[0]) for answer in batch.answers]
+    scores = [answer.advantage for answer in batch.answers]
     assert np.corrcoef(gain, scores)[0, 1] > 0.5
     assert metrics["tokens"] == batch.metrics["trained_tokens"]
     assert metrics["lr"] == 1e-3
@@ -111,7 +116,7 @@ def test_the_mismatch_is_that_of_the_engine_and_the_trainer(
 ) -> None:
     worker = _worker(model_dir)
     scored = np.concatenate(_scores(worker, batch))
-    recorded = np.concatenate([answer.logprobs for answer in batch.answers])
+    recorded = np.concatenate([segment.logprobs for segment in batch.segments])
     metrics = _train(worker, batch)
     assert metrics["mismatch/mean_abs"] == pytest.approx(np.abs(scored - recorded).mean(), rel=1e-4)
     assert metrics["mismatch/max_abs"] == pytest.approx(np.abs(scored - recorded).max(), rel=1e-4)
@@ -156,14 +161,17 @@ def test_one_step_is_that_of_a_plain_loop_over_the_answers(model_dir: Path, batc
     worker = _worker(model_dir, max_grad_norm=0.5, weight_decay=0.1)
     metrics = _train(worker, batch)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": [p for p in model.parameters() if p.dim() == 2]}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
     total = sum(answer.num_trained for answer in batch.answers)
     for group in batch.groups:
         for answer in group.answers:
-            ids = torch.tensor([*group.prompt_ids.tolist(), *answer.ids.tolist()])
+            [segment] = answer.segments
+            ids = torch.tensor([*group.prompt_ids.tolist(), *segment.ids.tolist()])
             table = model(input_ids=ids[None]).logits[0].log_softmax(-1)[:-1]
             logprobs = table.gather(1, ids[1:, None])[len(group.prompt_ids) - 1 :, 0]
-            (-(logprobs * torch.from_numpy(answer.advantages)).sum() / total).backward()
+            (-(logprobs * torch.from_numpy(segment.advantages)).sum() / total).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
     optimizer.step()
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
@@ -236,7 +244,7 @@ def test_a_batch_with_fewer_groups_than_updates_is_an_error(model_dir: Path, bat
 
 def test_the_schedule_that_is_configured_is_used(model_dir: Path, batch: TrainBatch) -> None:
     worker = _worker(model_dir, warmup_steps=2, schedule="linear")
-    assert [_train(worker, batch)["lr"] for _ in range(3)] == pytest.approx([5e-4, 1e-3, 1e-3 * 7 / 8])
+    assert [_train(worker, batch)["lr"] for _ in range(4)] == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3 * 7 / 8])
 
 
 def test_a_run_continued_from_what_was_saved_gives_the_same_bits(model_dir: Path, batch: TrainBatch) -> None:
@@ -435,6 +443,75 @@ def test_weights_that_are_loaded_count_in_bfloat16_at_once(model_dir: Path, batc
     after = np.concatenate(_scores(twin, batch))
     assert (after != before).any()
     assert np.array_equal(after, np.concatenate(_scores(worker, batch)))
+
+
+def test_norms_and_biases_do_not_decay(tiny_model: Callable[..., Any], batch: TrainBatch, tmp_path: Path) -> None:
+    tiny_model("qwen2").save_pretrained(tmp_path)
+    worker = _worker(tmp_path, lr=1e-2, weight_decay=1.0)
+    before = _weights(worker)
+    # With no advantage there is no gradient: what changes, decays.
+    _train(worker, _with_advantage(batch, 0.0))
+    unchanged = {name for name, tensor in _weights(worker).items() if torch.equal(tensor, before[name])}
+    assert unchanged == {name for name in before if "norm" in name or name.endswith("bias")}
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_the_padding_token_is_trained_as_any_other_on_both_paths(
+    batch: TrainBatch, tmp_path: Path, share_prompts: bool
+) -> None:
+    pad = int(batch.groups[0].prompt_ids[0])
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        pad_token_id=pad, tie_word_embeddings=False, initializer_range=0.2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    rows = []
+    for fused in (True, False):
+        worker = _worker(tmp_path, fused=fused, share_prompts=share_prompts, max_grad_norm=1e9)
+        _train(worker, batch)
+        rows.append(_state(worker)["exp_avg.model.embed_tokens.weight"])
+    assert rows[0][pad].abs().max() > 0
+    torch.testing.assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-7)
+
+
+def test_weights_that_the_optimiser_makes_infinite_end_the_run(
+    tiny_model: Callable[..., Any], batch: TrainBatch, tmp_path: Path
+) -> None:
+    model = tiny_model("llama", tied=False)
+    with torch.no_grad():
+        # Of a token that is nowhere in the batch, so that the gradient is finite; it decays beyond what float32 holds.
+        model.model.embed_tokens.weight[0, 0] = 3e38
+    model.save_pretrained(tmp_path)
+    worker = _worker(tmp_path, lr=10.0, weight_decay=1.0)
+    with pytest.raises(RunError, match="train step 1: the optimiser made weights that are not finite"):
+        _train(worker, batch)
+
+
+def that_answers_in_words(tokens: LossTokens, config: LossConfig) -> object:
+    return "low"
+
+
+def that_adds_up(tokens: LossTokens, config: LossConfig) -> LossTerms:
+    return LossTerms(tokens.logprobs.sum())
+
+
+def that_raises(tokens: LossTokens, config: LossConfig) -> LossTerms:
+    raise KeyError("entropy")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("that_answers_in_words", "returned a str; it must return LossTerms"),
+        ("that_adds_up", r"\['loss'\] must be tensors of [0-9]+ numbers"),
+        ("that_raises", "raised KeyError: 'entropy'"),
+    ],
+)
+def test_a_loss_of_the_users_that_fails_is_named(model_dir: Path, batch: TrainBatch, name: str, problem: str) -> None:
+    worker = _worker(model_dir, loss=LossConfig(name=f"{__name__}.{name}"))
+    with pytest.raises(UserFunctionError, match=rf"test_worker\.{name}.*{problem}"):
+        _train(worker, batch)
 
 
 # In a thread of its own.
