@@ -236,6 +236,8 @@ class RolloutController:
     async def sleep(self) -> None:
         """Requests that run finish first, within their own deadline; those in line wait for a place until `wake`."""
         self._start()
+        if not self._fleet.paused:
+            raise RunError("the engines cannot sleep: they are not paused; pause them first")
         self._fleet.asleep = True
         running = any(member.clocks for member in self._fleet.members)
         for clock in self._kept_clocks():

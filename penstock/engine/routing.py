@@ -46,9 +46,11 @@ class Router:
 
         Raises EngineUnavailable when no engine is active for too long. Give the place back with `leave`.
         """
-        if ticket.place.done():  # it had a place before
+        if ticket.place.done():  # it had a place before, and does not queue up again
             ticket.place = asyncio.get_running_loop().create_future()
-        self._line.append(ticket)
+            self._line.appendleft(ticket)
+        else:
+            self._line.append(ticket)
         self.assign()
         try:
             return await ticket.place
