@@ -59,11 +59,10 @@ def test_an_engine_that_takes_too_long_is_late_from_the_moment_it_was_given_the_
         for outcome in await asyncio.gather(*first, return_exceptions=True):
             assert isinstance(outcome, InfrastructureFailure)
             assert outcome.reason is FailureReason.ENGINE_DEADLINE
-        # Each was tried three times, and what failed did not queue up behind the one that came late.
-        assert asyncio.get_running_loop().time() == pytest.approx(3 * 60.0, abs=1.0)
         with pytest.raises(InfrastructureFailure, match="did not answer late within 60 s"):
             await late
-        assert asyncio.get_running_loop().time() == pytest.approx(6 * 60.0, abs=1.0)
+        # Fifteen tries, at most four at a time, for a whole minute each.
+        assert 4 * 60 <= asyncio.get_running_loop().time() <= 5 * 60
         await controller.close()
 
     run_virtual(main(), deadline=1e6)
@@ -115,16 +114,17 @@ def test_sleep_waits_for_what_is_kept_and_served_and_holds_the_rest_until_wake()
     run_virtual(main(), deadline=1e6)
 
 
-def test_an_engine_whose_kept_request_never_ends_is_not_waited_for_longer_than_a_request_may_take() -> None:
+def test_a_kept_request_that_never_ends_is_waited_for_no_longer_than_a_request_may_take() -> None:
     async def main() -> None:
-        controller = build(fifty_seconds(faults=EngineFaults(hangs=1.0)), request_timeout_s=60.0, control_timeout_s=5.0)
+        controller = build(fifty_seconds(faults=EngineFaults(hangs=1.0)), request_timeout_s=60.0, failures_to_fence=99)
         asking = asyncio.create_task(controller.generate(request("x", "keep")))
         await asyncio.sleep(20)
         await controller.pause_generation()
         began = asyncio.get_running_loop().time()
         await controller.sleep()
-        assert asyncio.get_running_loop().time() - began < 66
-        asking.cancel()
+        assert asyncio.get_running_loop().time() - began == pytest.approx(3 * 60.0, abs=1.0), "three tries"
+        with pytest.raises(InfrastructureFailure, match="did not answer x within 60 s"):
+            await asking
         await controller.close()
 
     run_virtual(main(), deadline=1e6)
