@@ -131,27 +131,32 @@ class RolloutController:
         """By any engine; like a request that a pause does not touch."""
         self._start()
         ticket = Ticket("", "", "serve")
-        while True:
-            member = await self._router.take_place(ticket)
-            assert member is not None, "nobody aborts it"
-            try:
-                async with self._asking(member, ticket):
-                    async with self._router.clock(member, ticket):
-                        scores = await member.engine.score(ids)
-                    check_scores(scores, ids)
-                    return scores
-            except InfrastructureFailure as failure:
-                self._note_failed(ticket, member, failure)
-            finally:
-                self._router.leave(member, ticket)
+        try:
+            while True:
+                member = await self._router.take_place(ticket)
+                assert member is not None, "nobody aborts it"
+                try:
+                    async with self._asking(member, ticket):
+                        async with self._router.clock(member, ticket):
+                            scores = await member.engine.score(ids)
+                        check_scores(scores, ids)
+                        return scores
+                except InfrastructureFailure as failure:
+                    self._note_failed(ticket, member, failure)
+                finally:
+                    self._router.leave(member, ticket)
+        finally:
+            ticket.ended.set()
 
     @contextlib.contextmanager
     def _open(self, request: GenerateRequest) -> Iterator[Ticket]:
         self._start()
         self._live[request.request_id] += 1
+        ticket = Ticket(request.request_id, request.group_id, request.on_pause)
         try:
-            yield Ticket(request.request_id, request.group_id, request.on_pause)
+            yield ticket
         finally:
+            ticket.ended.set()
             self._live[request.request_id] -= 1
             if not self._live[request.request_id]:
                 del self._live[request.request_id]
@@ -239,18 +244,36 @@ class RolloutController:
         await self._tell_all("abort", lambda engine: engine.abort(request_ids))
 
     async def sleep(self) -> None:
-        """Requests that run finish first, within their own deadline; those in line wait for a place until `wake`."""
+        """Kept and served requests that are here finish first, each within its own deadline."""
         self._start()
+        if not self._fleet.paused:
+            raise RunError("the engines cannot sleep: they are not paused; pause them first")
+        await self._finish_what_is_here()
         self._fleet.asleep = True
-        running = any(member.clocks for member in self._fleet.members)
-        for clock in self._kept_clocks():
-            clock.start()
-        timeout_s = self._config.control_timeout_s + (self._config.request_timeout_s if running else 0.0)
         try:
-            await self._tell_all("sleep", lambda engine: engine.sleep(), timeout_s)
+            await self._tell_all("sleep", lambda engine: engine.sleep())
         except BaseException:
             self._fleet.asleep = False
             raise
+
+    async def _finish_what_is_here(self) -> None:
+        """The engines go on for it, while the door is closed to what comes."""
+        last = [ticket for ticket in self._router.everyone if ticket.on_pause != "abort"]
+        if not last:
+            return
+        self._router.last, self._fleet.draining = frozenset(last), True
+        try:
+            await self._tell_all("continue", lambda engine: engine.continue_generation())
+            for clock in self._kept_clocks():
+                clock.start()
+            self._router.assign()
+            for ticket in last:
+                await ticket.ended.wait()
+        finally:
+            self._router.last, self._fleet.draining = frozenset(), False
+            for clock in self._kept_clocks():
+                clock.stop()
+            await self._tell_all("pause", lambda engine: engine.pause_generation())
 
     async def wake(self) -> None:
         self._start()
@@ -262,11 +285,9 @@ class RolloutController:
         """Not those of fenced engines, which have rung."""
         return [clock for member in self._fleet.in_service for clock in member.clocks if clock.on_pause == "keep"]
 
-    async def _tell_all(
-        self, what: str, call: Callable[[Engine], Awaitable[None]], timeout_s: float | None = None
-    ) -> None:
+    async def _tell_all(self, what: str, call: Callable[[Engine], Awaitable[None]]) -> None:
         """All engines in service at once. One that fails or is late is fenced; what it refuses, it refuses for all."""
-        limit = self._config.control_timeout_s if timeout_s is None else timeout_s
+        limit = self._config.control_timeout_s
 
         async def tell(member: Member) -> None:
             try:

@@ -113,6 +113,8 @@ class Fleet:
         self.load_ended.set()
         self.paused = False
         self.asleep = False
+        self.draining = False
+        """Paused for those who come, while the requests that are here finish before the engines sleep."""
         self.changed = asyncio.Event()
         """Set, and replaced, whenever something may have changed for those who wait."""
         self.on_change: Callable[[], None] = lambda: None

@@ -88,13 +88,14 @@ async def _bring_to_published(member: Member, fleet: Fleet) -> int:
 async def _take_mode(engine: Engine, fleet: Fleet) -> None:
     """Paused and asleep, or not, like the others. The mode may change while the engine takes it."""
     taken: tuple[bool, bool] | None = None
-    while taken != (fleet.paused, fleet.asleep):
-        taken = (fleet.paused, fleet.asleep)
-        if not fleet.paused:
+    while taken != (mode := (fleet.paused and not fleet.draining, fleet.asleep)):
+        taken = mode
+        paused, asleep = mode
+        if not paused:
             await engine.continue_generation()
         else:
             await engine.pause_generation()
-            await (engine.sleep() if fleet.asleep else engine.wake())
+            await (engine.sleep() if asleep else engine.wake())
 
 
 async def _watch(member: Member, fleet: Fleet) -> None:

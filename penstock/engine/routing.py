@@ -1,7 +1,8 @@
 """Which engine gets which request: that of its group, because it has computed the prompt; else the least loaded.
 
 Requests that find every engine full wait in one line, first come, first served, and no clock runs. While the fleet is
-paused only those that are served are seated; a frozen request holds no place then.
+paused only those that are served are seated, and a frozen request holds no place; before it sleeps, those that are here
+are seated, and none that comes later.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class Ticket:
         self.avoid: list[str] = []
         """Engines that failed it; another is asked if there is any."""
         self.place: asyncio.Future[Member | None] = asyncio.get_running_loop().create_future()
+        self.ended = asyncio.Event()
+        """Whoever made it sets this."""
 
 
 class Router:
@@ -36,6 +39,13 @@ class Router:
         self._line: deque[Ticket] = deque()
         self._seated: dict[Member, dict[Ticket, RequestClock]] = {member: {} for member in fleet.members}
         self._groups: OrderedDict[str, Member] = OrderedDict()
+        self.last: frozenset[Ticket] = frozenset()
+        """While the fleet drains: those that are seated still."""
+
+    @property
+    def everyone(self) -> list[Ticket]:
+        """Seated or in line."""
+        return [*(ticket for seated in self._seated.values() for ticket in seated), *self._line]
 
     @property
     def waiting(self) -> int:
@@ -46,9 +56,11 @@ class Router:
 
         Raises EngineUnavailable when no engine is active for too long. Give the place back with `leave`.
         """
-        if ticket.place.done():  # it had a place before
+        if ticket.place.done():  # it had a place before, and does not queue up again
             ticket.place = asyncio.get_running_loop().create_future()
-        self._line.append(ticket)
+            self._line.appendleft(ticket)
+        else:
+            self._line.append(ticket)
         self.assign()
         try:
             return await ticket.place
@@ -97,6 +109,9 @@ class Router:
                 ticket.place.set_exception(error)
 
     def _may_sit(self, ticket: Ticket) -> bool:
+        """While the fleet is paused."""
+        if self._fleet.draining:
+            return ticket in self.last
         return ticket.on_pause == "serve" and not self._fleet.asleep
 
     def _seat(self, ticket: Ticket, member: Member) -> None:
@@ -110,7 +125,7 @@ class Router:
 
     def _load(self, member: Member) -> int:
         seated = self._seated[member]
-        if not self._fleet.paused:
+        if not self._fleet.paused or self._fleet.draining:
             return len(seated)
         return sum(ticket.on_pause != "keep" for ticket in seated)
 

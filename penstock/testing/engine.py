@@ -192,6 +192,7 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         self._closed = True
+        self._awake.set()
         for serving in [*self._slots, *self._line]:
             self._freeze(serving)
             if not serving.done.done():
@@ -303,7 +304,11 @@ class ScriptedEngine:
 
     def _make(self, serving: _Serving, n: int) -> None:
         serving.made += n
-        serving.steps.append((self._model_step, n))
+        if serving.steps and serving.steps[-1][0] == self._model_step:
+            n_before = serving.steps.pop()[1]
+            serving.steps.append((self._model_step, n_before + n))
+        else:
+            serving.steps.append((self._model_step, n))
         self._generated += n
 
     def _finish(self, serving: _Serving) -> None:
@@ -335,6 +340,7 @@ class ScriptedEngine:
     def _leave(self, serving: _Serving) -> None:
         if serving.timer is not None:
             serving.timer.cancel()
+        serving.done.cancel()
         if self._slots.pop(serving, 0) is None:
             self._fill_slots()
         elif serving in self._line:

@@ -53,8 +53,7 @@ class TrainStep:
     async def learn(self, result: ProduceBatchResult, train_step: int, stages: Stages) -> Metrics:
         with stages("prepare"):
             batch = self._prepare(result.groups, train_step)
-            advantages = {answer.rollout_id: float(answer.advantages[0]) for answer in batch.answers}
-            await asyncio.to_thread(self._trajectories.save_step, train_step, result.groups, advantages)
+            await asyncio.to_thread(self._trajectories.save_step, train_step, result.groups, batch.advantages)
             with stages("ledger flush"):
                 # What is trained must survive this process first.
                 await self._buffer.flush()

@@ -45,7 +45,8 @@ class Row:
     def close_run(self, model_step: int, made: int) -> None:
         """The tokens since the last call, up to the `made`-th, were made by these weights."""
         if made > self._counted:
-            self._runs.append((model_step, made - self._counted))
+            before = self._runs.pop()[1] if self._runs and self._runs[-1][0] == model_step else 0
+            self._runs.append((model_step, before + made - self._counted))
             self._counted = made
 
     def completion(self, ids: bytes, logprobs: bytes, reason: FinishReason) -> Completion:
