@@ -70,8 +70,9 @@ class SampleParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        stop: object = self.stop
+        if isinstance(stop, str):
+            msgspec.structs.force_setattr(self, "stop", (stop,))
         wrong = [
             f"{name} is {value}; it must be {rule}"
             for name, value, fine, rule in (

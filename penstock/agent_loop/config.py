@@ -115,7 +115,7 @@ def _constructor(loop: type[AgentLoop]) -> tuple[set[str] | None, set[str]]:
         if "__init__" not in vars(cls):
             continue
         rest = False
-        for parameter in list(inspect.signature(cls.__init__).parameters.values())[1:]:
+        for parameter in list(inspect.signature(vars(cls)["__init__"]).parameters.values())[1:]:
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 rest = True
             elif parameter.kind is not inspect.Parameter.VAR_POSITIONAL:

@@ -49,7 +49,7 @@ class Attempt(msgspec.Struct, kw_only=True):
         for rollout in group:
             if rollout.status is Status.INIT:  # nearly all are: just drawn, and without a token
                 continue
-            newest = max(newest, _newest_step(rollout))
+            newest = max([newest, *(step for step, _ in rollout.steps)])
             if rollout.status is Status.COMPLETED:
                 kept.append(rollout.rollout_id)
             protected = protected or rollout.status is Status.MAX_TRIES
@@ -70,7 +70,10 @@ class Attempt(msgspec.Struct, kw_only=True):
 
     def has_future_tokens(self, rollout: RolloutState) -> bool:
         """Whether a token claims weights newer than those that were served."""
-        return _newest_step(rollout) > self.newest_step
+        steps = rollout.steps
+        if len(steps) == 1:  # nearly all are made by one version of the weights
+            return steps[0][0] > self.newest_step
+        return bool(steps) and max(steps)[0] > self.newest_step
 
     def interrupted(self) -> Attempt:
         """A copy, out of reach of a task that may still run: what is not complete is ABORTED."""
@@ -88,10 +91,3 @@ class PlayedGroup(list[RolloutState]):
     def __init__(self, attempt: Attempt) -> None:
         super().__init__(attempt.group)
         self.attempt = attempt
-
-
-def _newest_step(rollout: RolloutState) -> int:
-    steps = rollout.steps
-    if len(steps) == 1:  # nearly all are made by one version of the weights
-        return steps[0][0]
-    return max(steps)[0] if steps else -1

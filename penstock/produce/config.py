@@ -190,4 +190,8 @@ def _task_problems(task: TaskSpecConfig, failures: FailurePolicyConfig) -> Itera
         yield f"failures.min_group_size is {failures.min_group_size}; task {task.task_name!r} has groups of {k}"
     judger = task.judger
     if judger is not None and judger is not task.judger_config:
-        yield from (f"task {task.task_name!r}: judger_config: {problem}" for problem in judger.problems())
+        # Made from a function, a name or a mapping: no field of the task, so nobody else asks it and its parts.
+        try:
+            judger.check()
+        except ConfigError as error:
+            yield from (f"task {task.task_name!r}: judger_config: {problem}" for problem in error.problems)

@@ -261,15 +261,13 @@ class ProduceContext:
         if status is Status.COMPLETED:
             self.progress.finished_groups += 1
         kept = attempt.kept
-        for rollout in attempt.group:
-            if kept and rollout.rollout_id in kept:
-                continue
-            window.produced_rollouts += 1
-            if rollout.status is Status.FAILED:
-                window.failed += 1
-            elif rollout.reward is not None and rollout.status is Status.COMPLETED:
-                window.raw_reward_sum += rollout.reward.score
-                window.raw_reward_count += 1
+        finished = [r for r in attempt.group if r.rollout_id not in kept] if kept else attempt.group
+        scores = [r.reward.score for r in finished if r.reward is not None and r.status is Status.COMPLETED]
+        window.produced_rollouts += len(finished)
+        window.raw_reward_sum += sum(scores)
+        window.raw_reward_count += len(scores)
+        if status is Status.FAILED:
+            window.failed += sum(rollout.status is Status.FAILED for rollout in finished)
 
     def _is_valid(self, group: Group) -> bool:
         function = self._runtime.is_valid_sample
