@@ -64,6 +64,7 @@ def apply(connection: Connection, jobs: Sequence[Job]) -> None:
     writes: list[Write] = []
     turns: dict[int, list[Sealed]] = {}
     ended: dict[int, None] = {}
+    others: list[Restart | Prune] = []
     for job in jobs:
         if isinstance(job, Write):
             writes.append(job)
@@ -72,17 +73,19 @@ def apply(connection: Connection, jobs: Sequence[Job]) -> None:
                 turns.pop(job.sequence, None)
         elif isinstance(job, AppendTurn):
             turns.setdefault(job.sequence, []).append(job.turn)
+        else:
+            others.append(job)
     if writes:
         _apply_writes(connection, writes)
     if ended:
         connection.executemany(TURNS.delete("sequence"), [(sequence,) for sequence in ended])
     if turns:
         connection.executemany(TURNS.insert, [turn for of_group in turns.values() for turn in of_group])
-    for job in jobs:
-        if isinstance(job, Restart):
-            connection.execute(RESTORES.insert, job.row)
-        elif isinstance(job, Prune):
-            _apply_prune(connection, job)
+    for other in others:
+        if isinstance(other, Restart):
+            connection.execute(RESTORES.insert, other.row)
+        else:
+            _apply_prune(connection, other)
 
 
 def _apply_writes(connection: Connection, writes: Sequence[Write]) -> None:

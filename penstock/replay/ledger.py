@@ -52,9 +52,6 @@ LOCK_FILE = "ledger.lock"
 STATE_NAMES = {state: state.value for state in GroupState}
 """As plain strings: SQLite looks longer at a member of an enumeration."""
 
-ENDS = (GroupState.TRAINED, GroupState.DISCARDED)
-"""States that no move of the same process leaves."""
-
 
 class Ledger:
     """A `Storage`. Open it with `Ledger.open`; an existing one is read by `load` before anything is recorded."""
@@ -171,11 +168,12 @@ class Ledger:
             self._restart = None
         self._submit(self._encode(transition, group, cursor))
         self._position += 1
-        if transition.target in ENDS:
+        if transition.target is GroupState.TRAINED or transition.target is GroupState.DISCARDED:
+            # No move of this process leaves these.
             del self._last_events[transition.sequence]
         else:
             self._last_events[transition.sequence] = self._position
-        if transition.source is GroupState.RUNNING:
+        if self._with_turns and transition.source is GroupState.RUNNING:
             self._with_turns.discard(transition.sequence)
 
     def record_turn(self, sequence: int, turn: FinishedTurn) -> None:
@@ -255,7 +253,7 @@ class Ledger:
             rollouts,
             drawn_to,
             tuple([WASTE.seal(WasteRow(event, why, n)) for why, n in transition.wasted]) if transition.wasted else (),
-            transition.source is GroupState.RUNNING and sequence in self._with_turns,
+            sequence in self._with_turns and transition.source is GroupState.RUNNING,
             size,
         )
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from penstock.replay.codec import StoredRollout, rollouts_decoder
 from penstock.replay.disk import Connection
 from penstock.replay.schema import EVENTS, FORMAT, GROUPS, ROLLOUTS, TURNS, EventRow, check_format
-from penstock.replay.table import Table
+from penstock.replay.table import Row, Table
 from penstock.rollout import FailureReason
 
 AT_ONCE = 1024
@@ -24,7 +24,7 @@ AT_ONCE = 1024
 T = TypeVar("T")
 
 
-class EventRow1(NamedTuple):
+class EventRow1(Row, frozen=True, gc=False):
     id: int
     sequence: int
     state: str
@@ -55,14 +55,16 @@ def _from_1_to_2(connection: Connection, path: Path) -> None:
     for old in _batches(Table("events_1", EventRow1, key=["id"]).read(connection, path)):
         rows = []
         for event in old:
-            rows.append(EVENTS.seal(EventRow(previous=last.get(event.sequence), **event._asdict())))
+            rows.append(EVENTS.seal(EventRow(previous=last.get(event.sequence), **msgspec.structs.asdict(event))))
             last[event.sequence] = event.id
         connection.executemany(EVENTS.insert, rows)
     connection.execute("DROP TABLE events_1")
     GROUPS.make_indexes(connection)
     TURNS.make(connection)
     played = ROLLOUTS.read(connection, path)
-    renamed = [row._replace(content=content) for row in played if (content := _known_reasons(row.content))]
+    renamed = [
+        msgspec.structs.replace(row, content=content) for row in played if (content := _known_reasons(row.content))
+    ]
     connection.executemany(ROLLOUTS.replace, [ROLLOUTS.seal(row) for row in renamed])
 
 

@@ -18,6 +18,7 @@ from penstock.replay.disk import Connection
 from penstock.replay.lifecycle import DiscardReason, GroupState
 from penstock.replay.schema import CURSORS, DRAWS, GROUPS, RESTORES, ROLLOUTS, TURNS, WASTE, GroupRow, TurnRow
 from penstock.replay.table import damaged
+from penstock.replay.turns import require_turns
 from penstock.rollout import Status
 
 UNPLAYED = encode_statuses((Status.INIT, Status.ABORTED))
@@ -153,12 +154,15 @@ def _held(connection: Connection, live: Iterable[GroupRow], checkpoint_step: int
         mine = turns.pop(group.sequence, [])
         if mine and group.state != GroupState.RUNNING:
             raise damaged(path, f"group {group.group_id!r} is {group.state}, but has turns of one that is played")
+        statuses = decode_statuses(group.statuses)
+        if mine:
+            require_turns(stored.decode(statuses), mine)
         yield HeldGroup(
             group.sequence,
             GroupState(group.state),
             group.train_step,
             group.tokens,
-            decode_statuses(group.statuses),
+            statuses,
             oldest,
             oldest_newest,
             group.event,

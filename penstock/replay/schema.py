@@ -16,11 +16,11 @@ Counts are not stored: they are derived from these rows.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.errors import LedgerError
 from penstock.replay.disk import Connection
-from penstock.replay.table import DAMAGE, Index, Table, Update, damaged
+from penstock.replay.table import DAMAGE, Index, Row, Table, Update, damaged
 
 FORMAT = 2
 OLDEST_FORMAT = 1
@@ -28,12 +28,12 @@ OLDEST_FORMAT = 1
 APPLICATION_ID = int.from_bytes(b"PNST")
 
 
-class MetaRow(NamedTuple):
+class MetaRow(Row, frozen=True, gc=False):
     key: str
     value: str
 
 
-class GroupRow(NamedTuple):
+class GroupRow(Row, frozen=True, gc=False):
     sequence: int
     group_id: str
     task: str
@@ -47,7 +47,7 @@ class GroupRow(NamedTuple):
     """The last one of the group."""
 
 
-class EventRow(NamedTuple):
+class EventRow(Row, frozen=True, gc=False):
     id: int
     sequence: int
     """Whose it is."""
@@ -64,19 +64,19 @@ class EventRow(NamedTuple):
     detail: str
 
 
-class DrawRow(NamedTuple):
+class DrawRow(Row, frozen=True, gc=False):
     sequence: int
     content: bytes
 
 
-class RolloutsRow(NamedTuple):
+class RolloutsRow(Row, frozen=True, gc=False):
     sequence: int
     content: bytes
     oldest: int | None
     oldest_newest: int | None
 
 
-class TurnRow(NamedTuple):
+class TurnRow(Row, frozen=True, gc=False):
     id: int
     """In the order in which turns finished."""
     sequence: int
@@ -86,18 +86,18 @@ class TurnRow(NamedTuple):
     content: bytes
 
 
-class CursorRow(NamedTuple):
+class CursorRow(Row, frozen=True, gc=False):
     task: str
     cursor: int
 
 
-class WasteRow(NamedTuple):
+class WasteRow(Row, frozen=True, gc=False):
     event: int
     reason: str
     tokens: int
 
 
-class RestoreRow(NamedTuple):
+class RestoreRow(Row, frozen=True, gc=False):
     id: int
     event: int
     """The last one before the restart."""
@@ -105,8 +105,21 @@ class RestoreRow(NamedTuple):
     time: float
 
 
+LIVE = "state NOT IN ('trained', 'discarded')"
+
 META = Table("meta", MetaRow, key=["key"])
-GROUPS = Table("groups", GroupRow, key=["sequence"], unique=["group_id"])
+GROUPS = Table(
+    "groups",
+    GroupRow,
+    key=["sequence"],
+    unique=["group_id"],
+    # Each holds only the groups it is asked for, so a transition pays for one at most; `search` is who asks.
+    indexes={
+        "groups_live": Index(("task", "state"), LIVE),
+        "groups_trained": Index(("task", "train_step"), "state = 'trained'"),
+        "groups_discarded": Index(("task", "reason"), "state = 'discarded'"),
+    },
+)
 EVENTS = Table("events", EventRow, key=["id"])
 DRAWS = Table("draws", DrawRow, key=["sequence"])
 ROLLOUTS = Table("rollouts", RolloutsRow, key=["sequence"])

@@ -21,7 +21,7 @@ from penstock.replay.ledger import LEDGER_FILE, LOCK_FILE
 from penstock.replay.lifecycle import GroupState
 from penstock.replay.lock import has_ended, read_holder
 from penstock.replay.restore import last_event
-from penstock.replay.schema import CURSORS, EVENTS, GROUPS, META, RESTORES, WASTE, EventRow, GroupRow
+from penstock.replay.schema import CURSORS, EVENTS, GROUPS, LIVE, META, RESTORES, WASTE, EventRow, GroupRow
 from penstock.replay.table import DAMAGE, damaged
 
 SHOWN = 20
@@ -66,7 +66,7 @@ def ledger_summary(path: Path) -> dict[str, Any]:
             for restore in RESTORES.read(connection, file)
         ]
         tasks = _tasks(connection, file)
-        waiting = _waiting(connection, _lost_driver(file))
+        waiting = _waiting(connection, bool(restarts), _lost_driver(file))
         astray = _astray(connection)
     holder = read_holder(file.with_name(LOCK_FILE))
     return {
@@ -248,12 +248,12 @@ def _tasks(connection: Connection, file: Path) -> dict[str, dict[str, Any]]:
     return tasks
 
 
-def _waiting(connection: Connection, lost_driver: str) -> list[dict[str, Any]]:
+def _waiting(connection: Connection, restarted: bool, lost_driver: str) -> list[dict[str, Any]]:
     """Every group that may still be trained, in order of drawing, and why it is not."""
+    # Only a restart gives back what was trained.
+    returned = "sequence IN (SELECT sequence FROM events WHERE state = 'trained')" if restarted else "0"
     rows = connection.execute(
-        """SELECT group_id, state, train_step,
-                  sequence IN (SELECT sequence FROM events WHERE state = 'trained')
-           FROM groups WHERE state NOT IN ('trained', 'discarded') ORDER BY sequence"""
+        f"SELECT group_id, state, train_step, {returned} FROM groups WHERE {LIVE} ORDER BY sequence"
     )
     return [
         {

@@ -1,6 +1,6 @@
 """A table of the ledger from the type of its rows.
 
-The fields of a NamedTuple are the columns and their types the columns' types; making, writing, sealing and reading
+The fields of a row's struct are the columns and their types the columns' types; making, writing, sealing and reading
 follow from that, so nothing else knows where in a row a column stands. Every row ends in a CRC-32 of its columns,
 because SQLite has no checksums of its own and a flipped bit in a number would be read as another number.
 """
@@ -11,16 +11,21 @@ import functools
 import operator
 import sqlite3
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from penstock.errors import LedgerError
 from penstock.replay.disk import Connection
 
-RowT = TypeVar("RowT", bound=tuple[Any, ...])
+
+class Row(msgspec.Struct, frozen=True, gc=False):
+    """The columns of a table; at most one of them is bytes."""
+
+
+RowT = TypeVar("RowT", bound=Row)
 
 Sealed = tuple[Any, ...]
 """A row and its checksum, as it is written."""
@@ -40,6 +45,7 @@ _TYPES = {
 }
 
 _encode = msgspec.msgpack.Encoder().encode
+_columns = msgspec.structs.astuple
 
 
 class Index(NamedTuple):
@@ -49,7 +55,7 @@ class Index(NamedTuple):
 
 
 class Table(Generic[RowT]):
-    """One table. Its rows are `RowT`; at most one of their columns is bytes."""
+    """One table, whose rows are `RowT`."""
 
     def __init__(
         self,
@@ -60,16 +66,16 @@ class Table(Generic[RowT]):
         unique: Sequence[str] = (),
         indexes: Mapping[str, Index] | None = None,
     ) -> None:
-        types = get_type_hints(row)
+        types = {field.name: field.type for field in msgspec.structs.fields(row)}
         self.name = name
         self.columns = tuple(types)
-        self._make: Any = row._make  # type: ignore[attr-defined]  # rows are NamedTuples
+        self._row = row
         self._key = tuple(key)
         self._types = [_TYPES[of] for of in types.values()]
         self._unique = frozenset(unique)
         self._indexes = dict(indexes or {})
         contents = [place for place, of in enumerate(types.values()) if of is bytes]
-        self._content = contents[0] if contents else None
+        self._checksum = _content_checksum(contents[0]) if contents else _checksum
         values = f"INTO {name} VALUES ({_marks(len(self.columns) + 1)})"
         self.insert = f"INSERT {values}"
         self.replace = f"INSERT OR REPLACE {values}"
@@ -93,33 +99,22 @@ class Table(Generic[RowT]):
             where = f" WHERE {index.where}" if index.where else ""
             connection.execute(f"CREATE INDEX {name} ON {self.name} ({', '.join(index.columns)}){where}")
 
-    def checksum(self, row: RowT) -> int:
-        """CRC-32 over the columns, the one of bytes last."""
-        at = self._content
-        if at is None:
-            return zlib.crc32(_encode(row))
-        crc = zlib.crc32(_encode(row[:at] + row[at + 1 :]))
-        # In pieces: over more than 5 KB zlib lets other threads run, and to get its turn back costs more than the sum.
-        view = memoryview(row[at])
-        for start in range(0, len(view), 4096):
-            crc = zlib.crc32(view[start : start + 4096], crc)
-        return crc
-
     def seal(self, row: RowT) -> Sealed:
         """The row with its checksum."""
-        return (*row, self.checksum(row))
+        columns = _columns(row)
+        return columns + (self._checksum(columns),)  # noqa: RUF005 - half the time of unpacking
 
     def read(
         self, connection: Connection, path: Path, where: str = "", parameters: Sequence[Any] = (), *, limit: int = -1
     ) -> Iterator[RowT]:
         """The rows in order of their key. `where` may begin with joins. Raises LedgerError at a wrong checksum."""
         order = self._order if limit < 0 else f"{self._order} LIMIT {limit}"
-        make, checksum = self._make, self.checksum
-        for *columns, crc in connection.execute(f"{self._select} {where} {order}", parameters):
-            row: RowT = make(columns)
-            if checksum(row) != crc:
+        row, checksum = self._row, self._checksum
+        for found in connection.execute(f"{self._select} {where} {order}", parameters):
+            columns = found[:-1]
+            if checksum(columns) != found[-1]:
                 raise damaged(path, f"row {columns[0]!r} of table {self.name} does not have its checksum")
-            yield row
+            yield row(*columns)
 
     def find(self, connection: Connection, path: Path, **columns: Any) -> RowT | None:
         """The first row whose columns have these values."""
@@ -136,18 +131,35 @@ class Update(Generic[RowT]):
     """Changes these columns of rows, each only while its `expecting` column has the value that is expected."""
 
     def __init__(self, table: Table[RowT], key: str, expecting: str, columns: Sequence[str]) -> None:
-        changed = (*columns, CRC)
-        assigned = ", ".join(f"{column} = column{number}" for number, column in enumerate(changed, 3))
+        taken = (key, *columns, CRC)
+        assigned = ", ".join(f"{column} = column{number}" for number, column in enumerate(taken[1:], 2))
         self.sql = (
-            f"UPDATE {table.name} SET {assigned} FROM (VALUES ({_marks(len(changed) + 2)})) "
-            f"WHERE {key} = column1 AND {expecting} = column2"
+            f"UPDATE {table.name} SET {assigned} FROM (VALUES ({_marks(len(taken) + 1)})) "
+            f"WHERE {key} = column1 AND {expecting} = column{len(taken) + 1}"
         )
-        places = {column: place for place, column in enumerate((*table.columns, CRC))}
-        self._taken = operator.itemgetter(places[key], *(places[column] for column in changed))
+        self._taken = operator.itemgetter(*map((*table.columns, CRC).index, taken))
 
     def parameters(self, sealed: Sealed, expected: Any) -> Sealed:
-        key, *changed = self._taken(sealed)
-        return (key, expected, *changed)
+        taken: Sealed = self._taken(sealed)
+        return taken + (expected,)  # noqa: RUF005 - half the time of unpacking
+
+
+def _checksum(columns: Sealed) -> int:
+    return zlib.crc32(_encode(columns))
+
+
+def _content_checksum(place: int) -> Callable[[Sealed], int]:
+    """With the bytes, which stand at this place, last."""
+
+    def checksum(columns: Sealed) -> int:
+        crc = zlib.crc32(_encode(columns[:place] + columns[place + 1 :]))
+        # In pieces: over more than 5 KB zlib lets other threads run, and to get its turn back costs more than the sum.
+        content = memoryview(columns[place])
+        for start in range(0, len(content), 4096):
+            crc = zlib.crc32(content[start : start + 4096], crc)
+        return crc
+
+    return checksum
 
 
 def damaged(path: Path, what: str) -> LedgerError:

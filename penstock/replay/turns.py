@@ -12,19 +12,17 @@ from collections.abc import Iterable
 
 from penstock.replay.codec import StoredTurn, decode_turn
 from penstock.replay.schema import TurnRow
-from penstock.rollout import NO_TOKENS, RolloutState, Segment, Tokens, fill_model_steps
+from penstock.rollout import NO_TOKENS, Group, RolloutState, Segment, Status, Tokens, fill_model_steps
 
 
 def put_back_turns(rollout: RolloutState, rows: Iterable[TurnRow], *, model_step: int) -> int:
     """Bring the rollout to where the rows say it was. Returns how many tokens that it had before are gone.
 
-    `model_step` is for tokens of unknown origin. Raises ValueError when a turn before one of the rows is missing.
+    `model_step` is for tokens of unknown origin.
     """
     had = rollout.segments
     kept = len(rollout.turns)
     for row in rows:
-        if row.place > len(rollout.turns):
-            raise ValueError(f"turn {len(rollout.turns)} of rollout {rollout.rollout_id!r} is missing")
         kept = min(kept, row.place)
         _cut(rollout, row.place)
         _append(rollout, decode_turn(row.content))
@@ -35,6 +33,15 @@ def put_back_turns(rollout: RolloutState, rows: Iterable[TurnRow], *, model_step
         for number, before in enumerate(had)
         if not _goes_on(before.tokens, rollout.segments[number].tokens if number < len(rollout.segments) else NO_TOKENS)
     )
+
+
+def require_turns(group: Group, rows: Iterable[TurnRow]) -> None:
+    """Raises ValueError when a turn before one of the rows is missing, or its rollout."""
+    turns = {r.rollout_id: len(r.turns) if r.status is not Status.EXPIRED else 0 for r in group}
+    for row in rows:
+        if row.place > turns[row.rollout_id]:
+            raise ValueError(f"turn {turns[row.rollout_id]} of rollout {row.rollout_id!r} is missing")
+        turns[row.rollout_id] = row.place + 1
 
 
 def _goes_on(before: Tokens, after: Tokens) -> bool:
