@@ -126,7 +126,8 @@ class AgentLoopManager:
                 self.buffer.discard(group, name, DiscardReason.CANCELLED)
             task.runtime.sampler.seek(0)
         result = await self._produce_and_take({name: sizes.get(name, 0) for name in self.tasks}, train_step, model_step)
-        await self.commit(train_step)
+        if result.groups:
+            await self.commit(train_step)
         return result
 
     async def _produce_and_take(self, sizes: Mapping[str, int], train_step: int, model_step: int) -> ProduceBatchResult:

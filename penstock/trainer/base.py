@@ -23,6 +23,7 @@ from penstock.trainer.checkpointing import RunCheckpointer
 from penstock.trainer.config import RLTrainerConfig
 from penstock.trainer.evaluation import RunEvaluator
 from penstock.trainer.gauges import Gauges
+from penstock.trainer.index import RolloutIndex
 from penstock.trainer.loops import Devices, LoopPorts, Schedule
 from penstock.trainer.observers import EVENTS_FILE, EventFile, Observers
 from penstock.trainer.parts import Parts
@@ -66,7 +67,8 @@ class RLTrainer(abc.ABC):
             model_dir=parts.model_dir,
             config=config.describe(),
         )
-        trajectories = Trajectories(run_dir / "trajectories", parts.tokenizer)
+        index = RolloutIndex(run_dir, observer=observers)
+        trajectories = Trajectories(run_dir / "trajectories", parts.tokenizer, index)
         self._learner = TrainStep(parts.worker, parts.buffer, trajectories, _batch_settings(config), observers)
         self._evaluator = (
             RunEvaluator(parts.evaluator, trajectories, observers) if parts.evaluator is not None else None

@@ -130,8 +130,9 @@ def build_trainer(
 ) -> TrainerT:
     """Check everything, find where to begin, scan the datasets, load the model, take the run directory; in that order.
 
-    Without `observers` the run is told in lines on standard output. `disk` is how the ledger reaches the disk and `files` how checkpoints do, for fault injection. With `profile` the
-    run writes `profile.json`.
+    Without `observers` the run is told in lines on standard output. `disk` is how the ledger reaches the disk and
+    `files` how checkpoints do, for fault injection. With `profile` the run writes `profile.json`.
+
     Raises RefusedError; until the datasets are scanned nothing is written, and no weight is loaded. What was built
     when something is refused is closed again.
     """

@@ -32,6 +32,7 @@ from penstock.rollout import (
     Verdict,
     unpack_ids,
 )
+from penstock.trainer.index import RolloutIndex
 
 
 class SegmentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -85,6 +86,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     turns: tuple[Turn, ...]
     reward: Verdict | None
     advantage: float | None = None
+    status: str
     finish_reason: str | None
     tokens: int
     model_steps: tuple[tuple[int, int], ...]
@@ -102,9 +104,11 @@ class _Logprobs(msgspec.Struct, frozen=True):
 class Trajectories:
     """Writes them. Blocks: use a thread. Raises StorageError."""
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer) -> None:
+    def __init__(self, directory: Path, tokenizer: Tokenizer, index: RolloutIndex | None = None) -> None:
+        """`index` is told of every file of rollouts."""
         self.directory = directory
         self._tokenizer = tokenizer
+        self._index = index
 
     def save_step(self, train_step: int, groups: Iterable[Group], advantages: Mapping[str, float]) -> Path:
         """Before the step is trained; replaces an earlier try of it. `advantages` are by rollout id."""
@@ -135,7 +139,10 @@ class Trajectories:
         lines = [
             self._line(rollout, train_step, advantages.get(rollout.rollout_id)) for group in groups for rollout in group
         ]
-        return self._write(path, lines)
+        self._write(path, lines)
+        if self._index is not None:
+            self._index.add(path)
+        return path
 
     def _line(self, rollout: RolloutState, train_step: int, advantage: float | None) -> Trajectory:
         return Trajectory(
@@ -151,6 +158,7 @@ class Trajectories:
             turns=rollout.turns,
             reward=rollout.reward,
             advantage=advantage,
+            status=rollout.status,
             finish_reason=rollout.finish_reason,
             tokens=rollout.num_tokens,
             model_steps=rollout.steps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -46,6 +47,11 @@ class Asked(ScriptedEngine):
         return await super().generate(request)
 
 
+class Weights:
+    def tensors(self) -> Iterator[tuple[str, Any]]:
+        yield from ()
+
+
 def task(**fields: Any) -> EvalTaskConfig:
     given: dict[str, Any] = {
         "task_name": "words",
@@ -75,8 +81,12 @@ def build(config: EvaluatorConfig, engine: ScriptedEngine) -> Evaluator:
 def evaluate(config: EvaluatorConfig, engine: ScriptedEngine, steps: tuple[int, ...] = (0,)) -> list[Evaluation]:
     async def main() -> list[Evaluation]:
         evaluator = build(config, engine)
+        evaluations = []
         try:
-            return [await evaluator.evaluate(step) for step in steps]
+            for step in steps:
+                await engine.load_weights(Weights(), step)
+                evaluations.append(await evaluator.evaluate(step))
+            return evaluations
         finally:
             await evaluator.close()
 
@@ -111,7 +121,7 @@ def test_its_requests_have_a_name_space_and_are_served_while_training_is_paused(
         await engine.pause_generation()
         evaluator = build(EvaluatorConfig(tasks=[task()]), engine)
         try:
-            return await evaluator.evaluate(1)
+            return await evaluator.evaluate(0)
         finally:
             await evaluator.close()
 
@@ -133,7 +143,7 @@ def test_a_prompt_that_fails_is_counted_and_never_replaced() -> None:
     config = EvaluatorConfig(tasks=[task()], eval_sample_num=3)
     [evaluation] = evaluate(config, engine)
     assert evaluation.groups == [] and evaluation.metrics["eval/failed_prompts"] == 3
-    assert {request.group_id for request in engine.requests} == {"words:0", "words:1", "words:2"}
+    assert {request.group_id for request in engine.requests} == {"exam/words:0", "exam/words:1", "exam/words:2"}
 
 
 def test_a_training_task_is_understood_and_its_strategy_does_not_matter() -> None:

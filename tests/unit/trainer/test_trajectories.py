@@ -19,6 +19,7 @@ from penstock.rollout import (
     pack_ids,
 )
 from penstock.testing import CharTokenizer
+from penstock.trainer.index import RolloutIndex
 from penstock.trainer.trajectories import Trajectories, read_trajectories, step_path
 
 TOKENIZER = CharTokenizer()
@@ -102,6 +103,21 @@ def test_steps_sort_as_they_were_trained_and_evaluations_have_files_of_their_own
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["eval-000002.jsonl", "eval-000010.jsonl", "step-000002.jsonl", "step-000010.jsonl"]
     assert len(read_trajectories(tmp_path / "eval-000010.jsonl")) == 2
+
+
+def test_the_index_is_told_of_every_file_of_rollouts(tmp_path: Path) -> None:
+    trajectories = Trajectories(tmp_path / "trajectories", TOKENIZER, RolloutIndex(tmp_path))
+    trajectories.save_step(3, [played_group()], {})
+    trajectories.save_logprobs(3, {"sums:0:0": [np.zeros(3, dtype=np.float32)]})
+    trajectories.save_evaluation(3, [played_group()])
+    for index in (RolloutIndex(tmp_path), RolloutIndex.rebuild(tmp_path)):
+        found = index.find(text="4").rollouts
+        assert sorted((rollout.kind, rollout.step, rollout.rollout_id) for rollout in found) == [
+            ("eval", 3, "sums:0:0"),
+            ("eval", 3, "sums:0:1"),
+            ("train", 3, "sums:0:0"),
+            ("train", 3, "sums:0:1"),
+        ]
 
 
 def test_a_file_that_cannot_be_written_or_read_is_named(tmp_path: Path) -> None:
