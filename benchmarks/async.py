@@ -1,6 +1,6 @@
 """What overlapping buys: steps/s of synchronous and asynchronous production, on a virtual clock.
 
-The real strategies, manager and buffer play against an engine that makes tokens at a constant rate per slot: 32 groups
+The real loops, strategies, manager and buffer play against an engine that makes tokens at a constant rate per slot: 32 groups
 of 8 a step, 64 slots, log-normal lengths with p99/p50 = 8, a train step as long as the mean generation of a step, a
 weight sync of 2 % of it, interval 1, `max_staleness` 4. The bound is the slower of generation and training, working
 all the time. Prints one JSON line per figure, and one per variant with waste, staleness and length bias.
@@ -16,16 +16,18 @@ import statistics
 
 import msgspec
 
+from penstock.events import Nobody
+from penstock.ports import Published
 from penstock.produce import (
     AsyncProduceStrategyConfig,
     ProduceBatchResult,
-    ProduceBatchStatus,
     ProduceStrategyConfig,
     SyncProduceStrategyConfig,
 )
 from penstock.replay import group_staleness
 from penstock.rollout import SampleParams
 from penstock.testing import EngineScript, ScriptedTask, ScriptedWorld, run_virtual
+from penstock.trainer.loops import LoopPorts, Schedule, Stages, colocated_loop, disaggregated_loop
 
 GROUPS, K, SLOTS, STEPS, WARM_UP = 32, 8, 64, 60, 10
 TOKENS_PER_S = 50.0
@@ -76,51 +78,66 @@ def world_for(strategy: ProduceStrategyConfig) -> ScriptedWorld:
     return ScriptedWorld([task], batch_size=GROUPS, engine=script, stall_timeout_s=1e9)
 
 
-def lap(result: ProduceBatchResult, train_step: int) -> Lap:
-    lengths = [len(rollout.response) for group in result.groups for rollout in group]
-    staleness = [group_staleness(group, train_step) for group in result.groups]
-    return Lap(asyncio.get_running_loop().time(), statistics.fmean(staleness), statistics.fmean(lengths))
+class Ports:
+    """The loop's ports: learning and a weight sync take their time and nothing else."""
 
+    def __init__(self, world: ScriptedWorld) -> None:
+        self._world = world
+        self.laps: list[Lap] = []
 
-async def synchronous(world: ScriptedWorld) -> list[Lap]:
-    laps = []
-    for step in range(1, STEPS + 1):
-        result = await world.manager.produce_batch(GROUPS, step, model_step=step - 1)
+    async def learn(self, result: ProduceBatchResult, train_step: int, stages: Stages) -> dict[str, float]:
+        lengths = [rollout.num_tokens for group in result.groups for rollout in group]
+        staleness = [group_staleness(group, train_step) for group in result.groups]
         await asyncio.sleep(TRAIN_S)
-        await world.manager.commit(step)
+        now = asyncio.get_running_loop().time()
+        self.laps.append(Lap(now, statistics.fmean(staleness), statistics.fmean(lengths)))
+        return {}
+
+    async def committed(self, train_step: int) -> None:
+        pass
+
+    async def publish(self, model_step: int) -> Published:
         await asyncio.sleep(SYNC_S)
-        await world.load_weights(step)
-        laps.append(lap(result, step))
-    return laps
+        await self._world.load_weights(model_step)
+        return Published(model_step=model_step, num_bytes=0, seconds=SYNC_S)
+
+    async def close(self) -> None:
+        pass
+
+    async def save(self, train_step: int, metrics: dict[str, float]) -> None:
+        pass
+
+    async def export(self, train_step: int) -> None:
+        pass
+
+    async def gauges(self) -> dict[str, float]:
+        return {}
 
 
-async def asynchronous(world: ScriptedWorld) -> list[Lap]:
-    laps: list[Lap] = []
-    producing = asyncio.create_task(world.manager.produce_loop(GROUPS))
-    await world.manager.continue_produce(0)
-    step = 1
-    while step <= STEPS:
-        result = await world.manager.get_batch(GROUPS, step)
-        if result.groups:
-            await asyncio.sleep(TRAIN_S)
-            await world.manager.commit(step)
-            laps.append(lap(result, step))
-            step += 1
-        else:
-            assert result.status is ProduceBatchStatus.EXPIRED_BATCH
-        await world.manager.pause_produce()
-        await asyncio.sleep(SYNC_S)
-        await world.load_weights(step - 1)
-        await world.manager.continue_produce(step - 1)
+async def run(world: ScriptedWorld, *, colocated: bool) -> list[Lap]:
+    """The trainers' own loop."""
+    ports = Ports(world)
+    loop = colocated_loop if colocated else disaggregated_loop
+    await loop(
+        Schedule(total_steps=STEPS, batch_size=GROUPS, checkpoint_interval=STEPS),
+        LoopPorts(
+            producer=world.manager,
+            learner=ports,
+            channel=ports,
+            checkpointer=ports,
+            evaluator=None,
+            observer=Nobody(),
+            gauges=ports.gauges,
+            stop=lambda: False,
+        ),
+    )
     await world.manager.shutdown()
-    await producing
-    return laps
+    return ports.laps
 
 
 def measure(strategy: ProduceStrategyConfig) -> dict[str, float]:
     world = world_for(strategy)
-    run = synchronous if isinstance(strategy, SyncProduceStrategyConfig) else asynchronous
-    laps = run_virtual(run(world))
+    laps = run_virtual(run(world, colocated=isinstance(strategy, SyncProduceStrategyConfig)))
     world.check()
     seconds = laps[-1].ended_at - laps[WARM_UP - 1].ended_at
     tokens = world.buffer.tokens

@@ -38,8 +38,8 @@ class Instant:
     async def pause(self) -> None:
         pass
 
-    def stage(self, rollout_id: str) -> str:
-        return "nowhere"
+    async def stages(self) -> dict[str, str]:
+        return {}
 
     async def close(self) -> None:
         pass

@@ -1,7 +1,7 @@
 """The `penstock` command.
 
     penstock train RECIPE_OR_FILE [--set path.to.key=value ...] [--run-dir DIR] [--resume [CHECKPOINT | auto]]
-    penstock eval RECIPE_OR_FILE --model PATH [--set ...]
+    penstock eval RECIPE_OR_FILE --model PATH [--set ...] [--out DIR]
     penstock ledger RUN [GROUP] [--json]
     penstock recipes [show NAME | copy NAME [FILE]]
     penstock models [NAME]
@@ -15,16 +15,19 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import gc
 import importlib
 import importlib.util
 import json
 import os
 import shlex
+import signal
 import sys
+import threading
 import traceback
 from asyncio import CancelledError
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -34,7 +37,7 @@ from penstock.errors import ConfigError, PenstockError, RefusedError
 
 if TYPE_CHECKING:
     from penstock.config import Config
-    from penstock.trainer.display import Display
+    from penstock.trainer.observers import Observers
 
 INTERRUPTED = 130
 RECIPES = Path(__file__).parent / "recipes"
@@ -65,20 +68,18 @@ def train(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.set)
     run_dir = _run_dir(options)
     _use_model_cache()
-    from penstock.trainer.display import make_display
-
-    display = make_display(sys.stdout.isatty())
+    observers = _observers()
     try:
         trainer: Any = config
-        _begin_loading(trainer.model, display)
-        built = trainer.build(run_dir=run_dir, display=display, resume=options.resume, profile=options.profile)
-        # What was loaded stays. To look through it for garbage would stop everything for 0.2 s each time.
-        gc.collect()
-        gc.freeze()
+        with _loading(trainer.model, observers):
+            built = trainer.build(run_dir=run_dir, observers=observers, resume=options.resume, profile=options.profile)
+            # What was loaded stays. To look through it for garbage would stop everything for 0.2 s each time.
+            gc.collect()
+            gc.freeze()
         summary = built.fit()
     finally:
         gc.unfreeze()
-        display.close()
+        observers.close()
     if summary.interrupted:
         settings = "".join(f" --set {shlex.quote(setting)}" for setting in options.set)
         print(f"Resume with: penstock train {options.config}{settings} --run-dir {run_dir} --resume")
@@ -99,17 +100,21 @@ def evaluate(options: argparse.Namespace) -> None:
     config = load_config(options.config, [f"model={json.dumps(options.model)}", *options.set], part="evaluator")
     if getattr(config, "evaluator", None) is None:
         raise ConfigError(f"{options.config}: trainer.evaluator is None; there is nothing to evaluate")
+    out = options.out or next_free(Path("evals") / Path(options.config).stem)
+    if _is_taken(out):
+        raise ConfigError(f"{out} exists and is not empty; name another with --out")
     _use_model_cache()
-    from penstock.trainer.display import eval_line, make_display
+    from penstock.trainer.display import eval_line
 
-    display = make_display(sys.stdout.isatty())
+    observers = _observers()
     try:
         trainer: Any = config
-        _begin_loading(trainer.model, display)
-        metrics = trainer.evaluate(display=display)
+        with _loading(trainer.model, observers):
+            metrics = trainer.evaluate(observers=observers, out_dir=out)
     finally:
-        display.close()
+        observers.close()
     print(eval_line(metrics))
+    print(f"answers and figures are in {out}")
 
 
 def list_recipes(options: argparse.Namespace) -> None:
@@ -244,6 +249,12 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("eval", help="evaluate a model as a recipe says, without training")
     _add_config(command)
     command.add_argument("--model", required=True, metavar="PATH", help="a model's directory or name")
+    command.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where answers.jsonl and result.json are written (default: evals/<recipe>, then -2, -3, ...)",
+    )
     command.set_defaults(run=evaluate)
 
     command = commands.add_parser("ledger", help="where every group of a run is, or the story of one")
@@ -314,14 +325,41 @@ def _use_model_cache() -> None:
         set_cache_directory(Path(home).expanduser() / "models")
 
 
-def _begin_loading(name: str, display: Display) -> None:
+def _observers() -> Observers:
+    from penstock.trainer.display import make_display
+    from penstock.trainer.observers import Observers
+
+    # There is no output at all when the process was started without one.
+    return Observers(display=make_display(sys.stdout is not None and sys.stdout.isatty()))
+
+
+@contextlib.contextmanager
+def _loading(name: str, observers: Observers) -> Iterator[None]:
+    """What goes on is said, and a signal ends it with a word: nothing was trained yet."""
     # Bars of other libraries would tear the picture; the display says what goes on.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from penstock.events import Note, StageBegan
     from penstock.models import KNOWN_MODELS, find_cached
 
     if name in KNOWN_MODELS and find_cached(name) is None:
-        display.note(f"making the model {name} ready, this once: {KNOWN_MODELS[name]}")
-    display.stage("load")
+        observers.notice(Note(text=f"making the model {name} ready, this once: {KNOWN_MODELS[name]}"))
+    observers.notice(StageBegan(stage="load"))
+
+    def stopped(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
+    before = {number: signal.signal(number, stopped) for number in numbers}
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        print(f"penstock: {interrupt or 'interrupted'} while loading; nothing was trained", file=sys.stderr)
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _recipe(name: str) -> Path:

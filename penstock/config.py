@@ -139,6 +139,9 @@ def _replace(value: Any, path: list[str], new: Any, whole: str) -> Any:
         return new
     head, *rest = path
     known = dict(_children(value))
+    if head == "0" and isinstance(value, Config):
+        # One part where a list of them may stand.
+        return _replace(value, rest, new, whole)
     if head not in known:
         where = type(value).__name__
         raise ConfigError(f"--set {whole}: {where} has no {head!r}.{nearest(head, list(known)) if known else ''}")

@@ -46,7 +46,7 @@ class RefusedError(PenstockError):
 
 
 class ConfigError(RefusedError):
-    pass
+    """A configuration that cannot work, with all its problems."""
 
 
 class DatasetError(RefusedError):
@@ -86,11 +86,13 @@ class RolloutFailure(PenstockError):
 
 
 class InfrastructureFailure(RolloutFailure):
+    """Another try may help: an engine, the network, a worker process."""
+
     infrastructure = True
 
 
 class DataFailure(RolloutFailure):
-    pass
+    """This prompt or this answer is the cause; tried once more."""
 
 
 class Interrupted(PenstockError):
@@ -98,7 +100,7 @@ class Interrupted(PenstockError):
 
 
 class RunError(PenstockError):
-    pass
+    """The run cannot go on."""
 
 
 class NotReady(RunError):

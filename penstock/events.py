@@ -31,6 +31,8 @@ class RunEnded(Event, frozen=True, kw_only=True):
     steps: int
     interrupted: bool = False
     error: str | None = None
+    summary: dict[str, str | float | bool | None] = {}
+    """What the run came to, as in `summary.json`."""
 
 
 class StageBegan(Event, frozen=True, kw_only=True):

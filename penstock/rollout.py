@@ -46,6 +46,8 @@ class Status(enum.StrEnum):
 
 
 class FinishReason(enum.StrEnum):
+    """Why an answer ended."""
+
     STOP = "stop"
     """The model ended its answer: end-of-text, a stop id or a stop string."""
     LENGTH = "length"
@@ -64,9 +66,13 @@ class SampleParams(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 256
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
+    """A text is one stop."""
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        stop: object = self.stop
+        if isinstance(stop, str):
+            msgspec.structs.force_setattr(self, "stop", (stop,))
         wrong = [
             f"{name} is {value}; it must be {rule}"
             for name, value, fine, rule in (

@@ -5,6 +5,7 @@ Only checkpoints and evaluation are left out: none falls due before the last req
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 
@@ -16,14 +17,15 @@ import numpy as np  # noqa: E402 - the job comes first: its environment decides 
 
 from penstock.agent_loop import SingleTurnAgentLoopConfig  # noqa: E402
 from penstock.data import AdditionConfig, SamplerConfig  # noqa: E402
-from penstock.engine import EmbeddedEngineConfig  # noqa: E402
+from penstock.engine import EmbeddedEngineConfig, EnginesConfig  # noqa: E402
 from penstock.judger import rewards  # noqa: E402
 from penstock.learn import TrainWorkerConfig  # noqa: E402
-from penstock.learn.batch import TrainAnswer, TrainBatch, TrainGroup  # noqa: E402
+from penstock.learn.batch import TrainAnswer, TrainBatch, TrainGroup, TrainSegment  # noqa: E402
 from penstock.produce import AgentLoopManagerConfig, TaskSpecConfig  # noqa: E402
-from penstock.rollout import SampleParams  # noqa: E402
+from penstock.rollout import ROOT, SampleParams  # noqa: E402
 from penstock.trainer import RLColocateTrainerConfig  # noqa: E402
 from penstock.trainer.display import PlainDisplay  # noqa: E402
+from penstock.trainer.observers import Observers  # noqa: E402
 
 STEPS = 10_000
 
@@ -70,7 +72,9 @@ def make_config() -> RLColocateTrainerConfig:
     )
     return RLColocateTrainerConfig(
         model=job["model"],
-        engine=EmbeddedEngineConfig(max_running=job["groups"] * job["group_size"], dtype=job["dtype"]),
+        engines=EnginesConfig(
+            engine=EmbeddedEngineConfig(max_running=job["groups"] * job["group_size"], dtype=job["dtype"])
+        ),
         train=TrainWorkerConfig(lr=job["lr"], dtype=job["dtype"]),
         manager=AgentLoopManagerConfig(tasks=[task]),
         total_steps=STEPS,
@@ -84,18 +88,19 @@ def make_config() -> RLColocateTrainerConfig:
 
 def scoring_batch(prompts: list[list[int]], answers: list[list[int]]) -> TrainBatch:
     groups = []
-    for prompt, given in zip(prompts, answers, strict=True):
+    for index, (prompt, given) in enumerate(zip(prompts, answers, strict=True)):
         zeros = np.zeros(len(given), np.float32)
         mask, steps = np.ones(len(given), np.uint8), np.zeros(len(given), np.int32)
-        scored = TrainAnswer("score", np.asarray(given, np.int32), zeros, zeros, mask, steps, 0.0)
-        groups.append(TrainGroup("score", np.asarray(prompt, np.int32), [scored]))
+        scored = TrainSegment(np.asarray(given, np.int32), zeros, zeros, mask, steps, ROOT, len(prompt))
+        answer = TrainAnswer(f"score/{index}", 0.0, 0.0, [scored])
+        groups.append(TrainGroup("score", np.asarray(prompt, np.int32), [answer]))
     return TrainBatch(1, groups)
 
 
 def main() -> None:
-    trainer = make_config().build(run_dir=job["scratch"], display=OneStepPerRequest())
-    scores = trainer.parts.worker.score(scoring_batch(*job["score"]))
-    serve.answer(scores=[row.tolist() for row in scores])
+    trainer = make_config().build(run_dir=job["scratch"], observers=Observers(display=OneStepPerRequest()))
+    scores = asyncio.run(trainer.parts.worker.score(scoring_batch(*job["score"])))
+    serve.answer(scores=[segment.tolist() for [segment] in scores.values()])
     trainer.fit()
 
 

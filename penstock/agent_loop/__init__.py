@@ -1,7 +1,17 @@
-"""A group of prompts in, the group played and judged."""
+"""A group of prompts in, the group played and judged.
 
-from penstock.agent_loop.base import AgentLoop, AgentLoopConfig, Answer, check_completion, rollout_seed
+base.py         AgentLoop: what a user subclasses; plays a group
+transcript.py   Transcript: the record of one rollout while it is played
+judging.py      what becomes of an answer that is whole
+deadline.py     deadlines that do not wait for a user's code to agree
+config.py       AgentLoopConfig
+single_turn.py  one prompt, one answer
+"""
+
+from penstock.agent_loop.base import AgentLoop
+from penstock.agent_loop.config import AgentLoopConfig
 from penstock.agent_loop.single_turn import SingleTurnAgentLoop, SingleTurnAgentLoopConfig
+from penstock.agent_loop.transcript import Answer, Transcript, check_completion, rollout_seed
 
 __all__ = [
     "AgentLoop",
@@ -9,6 +19,7 @@ __all__ = [
     "Answer",
     "SingleTurnAgentLoop",
     "SingleTurnAgentLoopConfig",
+    "Transcript",
     "check_completion",
     "rollout_seed",
 ]

@@ -29,6 +29,8 @@ from penstock.rollout import Prompt, RolloutState, new_rollout
 
 
 class DatasetConfig(PromptSourceConfig):
+    """Prompts from a file of rows, JSONL or Parquet; see `to_rollout` for rows of another layout."""
+
     path: Path
     to_rollout: Callable[[Any], RolloutState] | str | None = None
     """Turns a row of another layout into a rollout (`penstock.rollout.new_rollout`); a function or its dotted path."""

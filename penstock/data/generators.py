@@ -157,6 +157,8 @@ class WordConfig(GeneratorConfig):
 
 
 class ReverseWordConfig(WordConfig):
+    """Words to write backwards."""
+
     template: str = "Write the word {word} backwards. Answer with the word only."
     data_source: str = pydantic.Field(default="reverse_word", min_length=1)
 

@@ -26,6 +26,8 @@ from penstock.rollout import Prompt, new_rollout
 
 
 class ReasoningGymConfig(GeneratorConfig):
+    """Prompts of a reasoning-gym dataset, made as they are drawn."""
+
     placeholders = frozenset({"question"})
 
     name: str

@@ -38,6 +38,8 @@ class WaitingGroups(Protocol):
 
 
 class SamplerConfig(Config):
+    """Draws prompts of a dataset, each `prompt_repeat_k` times, epoch after epoch."""
+
     dataset: pydantic.InstanceOf[PromptSourceConfig]
     prompt_repeat_k: int = pydantic.Field(ge=1)
     """Rollouts per prompt: the size of a group."""

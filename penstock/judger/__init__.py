@@ -29,26 +29,29 @@ if TYPE_CHECKING:
         reasoning_gym_score,
         weighted_sum,
     )
+    from penstock.ports import Judger
 
 _HOMES = {
-    "ComposedJudger": "composed",
-    "ComposedJudgerConfig": "composed",
-    "JudgerConfig": "config",
-    "JudgerSet": "config",
-    "NativeJudger": "native",
-    "NativeJudgerConfig": "native",
-    "as_judger_config": "composed",
-    "exact_match": "rewards",
-    "final_number": "rewards",
-    "matching_characters": "rewards",
-    "math_equal": "rewards",
-    "reasoning_gym_score": "rewards",
-    "weighted_sum": "rewards",
+    "ComposedJudger": "penstock.judger.composed",
+    "ComposedJudgerConfig": "penstock.judger.composed",
+    "Judger": "penstock.ports",
+    "JudgerConfig": "penstock.judger.config",
+    "JudgerSet": "penstock.judger.config",
+    "NativeJudger": "penstock.judger.native",
+    "NativeJudgerConfig": "penstock.judger.native",
+    "as_judger_config": "penstock.judger.composed",
+    "exact_match": "penstock.judger.rewards",
+    "final_number": "penstock.judger.rewards",
+    "matching_characters": "penstock.judger.rewards",
+    "math_equal": "penstock.judger.rewards",
+    "reasoning_gym_score": "penstock.judger.rewards",
+    "weighted_sum": "penstock.judger.rewards",
 }
 
 __all__ = [
     "ComposedJudger",
     "ComposedJudgerConfig",
+    "Judger",
     "JudgerConfig",
     "JudgerSet",
     "NativeJudger",
@@ -66,4 +69,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -81,7 +81,8 @@ class ComposedJudgerConfig(JudgerConfig):
 
 
 def as_judger_config(value: Any) -> JudgerConfig | None:
-    """What a task's `judger_config` means: a configuration, a function, a mapping of either by data source, or None.
+    """What a task's `judger_config` means: a configuration, a function or its name, a mapping of these by data source,
+    or None.
 
     A mapping always becomes a composed judger, also with one entry, so that its name is checked against the rows'
     `data_source`. Raises ConfigError for anything else.
@@ -93,13 +94,14 @@ def as_judger_config(value: Any) -> JudgerConfig | None:
     if isinstance(value, Mapping):
         return ComposedJudgerConfig(branches=dict(value))
     raise ConfigError(
-        f"judger_config is {value!r}; it must be a JudgerConfig, a function, "
-        "a mapping from data source to either, or None"
+        f"judger_config is {value!r}; it must be a JudgerConfig, a function or its name, "
+        "a mapping from data source to any of these, or None"
     )
 
 
 def _is_function(value: Any) -> bool:
-    return callable(value) and not isinstance(value, type | JudgerConfig)
+    """Or the name of one."""
+    return isinstance(value, str) or (callable(value) and not isinstance(value, type | JudgerConfig))
 
 
 async def _judge_all(judger: Judger, group: Group) -> list[Verdict | Unjudged]:

@@ -11,6 +11,8 @@ from penstock.ports import Description, Judger, Local, Placement
 
 
 class JudgerConfig(Config, abc.ABC):
+    """Base of judger configurations."""
+
     @property
     def data_sources(self) -> frozenset[str] | None:
         """The data sources it serves; None for any. Rows of another source are found when the dataset is scanned."""

@@ -64,7 +64,11 @@ def handler_problems(handler: Handler, *, field: str, merges: bool = False) -> I
         return
     try:
         if not merges:
-            inspect.signature(function).bind("response", "label", {})
+            signature = inspect.signature(function)
+            if foreign := _foreign(list(signature.parameters)):
+                yield f"{field}: {dotted_name(function)}{signature} {foreign}"
+                return
+            signature.bind("response", "label", {})
     except TypeError as error:
         yield f"{field}: {dotted_name(function)} is called as (response, label, extra_info): {error}"
     except ValueError:
@@ -72,6 +76,22 @@ def handler_problems(handler: Handler, *, field: str, merges: bool = False) -> I
     for module, extra in getattr(function, "penstock_needs", ()):
         if importlib.util.find_spec(module) is None:
             yield f"{field}: {dotted_name(function)} needs {module}; install it with: pip install 'penstock[{extra}]'"
+
+
+def _foreign(parameters: list[str]) -> str:
+    """What is wrong with a function written for another framework; its first arguments would be taken for ours."""
+    called = "is called as (response, label, extra_info)"
+    if {"solution_str", "data_source"} & set(parameters):
+        return (
+            f"is written for verl and {called}: give a function that passes them on, "
+            "`def reward(response, label, extra_info): return compute_score(SOURCE, response, label, extra_info)`"
+        )
+    if "completions" in parameters:
+        return (
+            f"is written for TRL and {called}: give a function that passes them on, "
+            "`def reward(response, label, extra_info): return f(prompts=[...], completions=[response], ...)[0]`"
+        )
+    return ""
 
 
 def handler_name(handler: Handler) -> str:

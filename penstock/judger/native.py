@@ -32,7 +32,7 @@ from penstock.judger.handler import (
 from penstock.judger.pool import CallFailed, PoolLimits, WorkerPool
 from penstock.judger.slots import NoSlot, Slots
 from penstock.judger.worker import Reply, as_reply, describe_error
-from penstock.ports import Description, Judger, Local, Placement
+from penstock.ports import Description, Judger, Local, Placement, actor_problems
 from penstock.rollout import RolloutState, Unjudged, Verdict
 
 Seconds = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
@@ -43,6 +43,8 @@ _OUR_OWN = ("busy", "closed")
 
 
 class NativeJudgerConfig(JudgerConfig):
+    """A Python function as a judge, with its deadline, retries and worker processes."""
+
     reward_handler: Callable[..., Any] | str
     """A function, `package.module.name`, or `file.py:name`."""
     timeout_s: Seconds = 30.0
@@ -74,6 +76,7 @@ class NativeJudgerConfig(JudgerConfig):
 
     def problems(self) -> Iterator[str]:
         yield from handler_problems(self.reward_handler, field="reward_handler")
+        yield from actor_problems(self.num_ray_actors)
 
     def build(self, placement: Placement = Local()) -> Judger:  # noqa: B008 - it has no state
         """Raises ConfigError when the function cannot be used. Worker processes start with the first call."""

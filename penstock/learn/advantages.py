@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 from penstock.config import import_name, nearest
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, RunError, UserFunctionError
 
 Scores = list[list[float]]
 Estimator = Callable[[Scores], Scores]
@@ -46,6 +46,23 @@ def get_estimator(name: str) -> Estimator:
         estimator: Estimator = import_name(name)
         return estimator
     raise ConfigError(f"advantage is {name!r}, which is not an estimator.{nearest(name, list(ESTIMATORS))}")
+
+
+def estimate(name: str, scores: Scores) -> Scores:
+    """One finite advantage per score. Raises RunError; UserFunctionError when the estimator is the user's."""
+    estimator = get_estimator(name)
+    kind = RunError if name in ESTIMATORS else UserFunctionError
+    where = f"advantage {name}, groups of {sorted({len(group) for group in scores})}"
+    try:
+        advantages = [[float(value) for value in row] for row in estimator(scores)]
+    except Exception as error:
+        raise kind(f"{where}: {type(error).__name__}: {error}") from error
+    if [len(row) for row in advantages] != [len(row) for row in scores]:
+        raise kind(f"{where}: the estimator did not answer with one number per score")
+    wrong = [value for row in advantages for value in row if not math.isfinite(value)]
+    if wrong:
+        raise kind(f"{where}: {len(wrong)} advantages are not finite, the first is {wrong[0]}")
+    return advantages
 
 
 def all_equal(group: list[float]) -> bool:

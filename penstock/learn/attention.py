@@ -1,7 +1,7 @@
-"""Attention over the cells of a micro-batch that lie in one row: prompts, and answers that share them.
+"""Attention over the cells of a micro-batch that lie in one row: trees of runs, see `pack`.
 
-A mask over the whole row, or over a group, would compute every pair of answers of which none sees another. Here each
-run of cells (a prompt, or one answer) is a row of queries of its own, against its prompt's keys and its own; runs of
+A mask over the whole row, or over a tree, would compute every pair of answers of which none sees another. Here each run
+of cells (a prompt, or one segment) is a row of queries of its own, against the keys of its context and its own; runs of
 near length are computed together.
 """
 
@@ -26,12 +26,12 @@ SLACK = 16
 class _Run:
     start: int
     length: int
-    prompt_start: int
-    prompt_length: int
+    context: LongArray
+    """The cells before it that all of its own see."""
 
     @property
     def num_keys(self) -> int:
-        return self.prompt_length + self.length
+        return len(self.context) + self.length
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class _Rows:
     mask: Tensor
 
 
-class SharedPromptAttention:
+class TreeAttention:
     """Made once for a micro-batch, used by every layer."""
 
     def __init__(self, micro_batch: MicroBatch) -> None:
@@ -80,20 +80,10 @@ class SharedPromptAttention:
 
 
 def _runs(micro_batch: MicroBatch) -> list[_Run]:
-    if len(micro_batch.blocks) != 1:
-        raise ValueError(f"a micro-batch of {len(micro_batch.blocks)} rows; it must be packed into one")
-    blocks, branches = micro_batch.blocks[0], micro_batch.branches[0]
-    changes = np.flatnonzero((np.diff(blocks) != 0) | (np.diff(branches) != 0)) + 1
-    bounds = [0, *changes.tolist(), len(blocks)]
-    runs = []
-    prompt = (0, 0)
-    for start, end in itertools.pairwise(bounds):
-        if branches[start] == 0:
-            prompt = (start, end - start)
-            runs.append(_Run(start, end - start, start, 0))
-        else:
-            runs.append(_Run(start, end - start, *prompt))
-    return runs
+    if len(micro_batch.ends) != 1:
+        raise ValueError(f"a micro-batch of {len(micro_batch.ends)} rows; it must be packed into one")
+    [ends], bounds = micro_batch.ends, [*micro_batch.runs.tolist(), micro_batch.num_cells]
+    return [_Run(start, end - start, np.flatnonzero(ends[:start] > start)) for start, end in itertools.pairwise(bounds)]
 
 
 def _of_near_length(runs: list[_Run]) -> list[list[_Run]]:
@@ -121,9 +111,9 @@ def _lay_out(runs: list[_Run]) -> _Rows:
     for row, run in enumerate(runs):
         own = np.arange(run.start, run.start + run.length)
         queries[row, : run.length] = own
-        keys[row, : run.prompt_length] = np.arange(run.prompt_start, run.prompt_start + run.prompt_length)
-        keys[row, run.prompt_length : run.num_keys] = own
+        keys[row, : len(run.context)] = run.context
+        keys[row, len(run.context) : run.num_keys] = own
         # Every query sees the first key, also one of padding: a softmax over nothing is not a number.
-        seen[row] = np.tri(length, reach, run.prompt_length, dtype=np.bool_)
+        seen[row] = np.tri(length, reach, len(run.context), dtype=np.bool_)
     mask = torch.zeros(num, 1, length, reach).masked_fill_(torch.from_numpy(~seen)[:, None], -torch.inf)
     return _Rows((num, length, reach), torch.from_numpy(queries.ravel()), torch.from_numpy(keys.ravel()), mask)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
-from penstock.learn.attention import SharedPromptAttention
+from penstock.learn.attention import TreeAttention
 from penstock.learn.head import TokenLogprobs, apply_head
 from penstock.learn.linear import Gradients, JoinedLinear
 from penstock.learn.pack import MicroBatch
@@ -83,7 +83,7 @@ class FusedModel:
 
     def logprobs(self, micro_batch: MicroBatch, temperature: float) -> TokenLogprobs:
         """Of every target of a micro-batch that lies in one row. Gradients are added to the parameters' `.grad`."""
-        attention = SharedPromptAttention(micro_batch)
+        attention = TreeAttention(micro_batch)
         rope = self._rope(torch.from_numpy(micro_batch.position_ids))
         hidden: Tensor = _Embed.apply(  # type: ignore[no-untyped-call]
             self._embedding, self._gradients, torch.from_numpy(micro_batch.input_ids[0])
@@ -98,7 +98,7 @@ class FusedModel:
         return apply_head(normed, self._head, torch.from_numpy(micro_batch.targets), temperature)
 
     def _run_layer(
-        self, layer: _Layer, hidden: Tensor, attention: SharedPromptAttention, rope: tuple[Tensor, Tensor]
+        self, layer: _Layer, hidden: Tensor, attention: TreeAttention, rope: tuple[Tensor, Tensor]
     ) -> Tensor:
         qkv = _NormLinear.apply(hidden, layer.qkv_norm, layer.qkv)  # type: ignore[no-untyped-call]
         attended = self._attend(layer, qkv, attention, rope)
@@ -106,9 +106,7 @@ class FusedModel:
         gate_up = _NormLinear.apply(hidden, layer.mlp_norm, layer.gate_up)  # type: ignore[no-untyped-call]
         return _GatedLinearAdd.apply(gate_up, hidden, layer.down)  # type: ignore[no-any-return,no-untyped-call]
 
-    def _attend(
-        self, layer: _Layer, qkv: Tensor, attention: SharedPromptAttention, rope: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def _attend(self, layer: _Layer, qkv: Tensor, attention: TreeAttention, rope: tuple[Tensor, Tensor]) -> Tensor:
         both, dim = self._heads + self._kv_heads, self._head_dim
         qk, value = qkv.view(len(qkv), -1, dim).split([both, self._kv_heads], dim=1)
         if layer.qk_norms is not None:

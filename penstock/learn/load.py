@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from penstock.errors import ModelError
-from penstock.learn.batch import TrainAnswer, TrainBatch, TrainGroup
+from penstock.learn.batch import TrainAnswer, TrainBatch, TrainGroup, TrainSegment
 from penstock.learn.config import TrainWorkerConfig
 from penstock.learn.fused import FusedModel, can_fuse
 from penstock.learn.head import TokenLogprobs
@@ -22,6 +22,7 @@ from penstock.learn.logprobs import PlainModel
 from penstock.learn.pack import MicroBatch, pack
 from penstock.models.bfloat16 import choose_dtype, has_fast_products
 from penstock.models.load import load_causal_lm
+from penstock.rollout import ROOT, IntArray
 
 TOLERANCE = 1e-3
 """Of a logprob, between two orders of the same float32 sums."""
@@ -49,6 +50,11 @@ def load_model(model_dir: Path, *, device: str = "cpu", activation_checkpointing
         model.to(device)
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"device is {device!r}, which cannot be used here: {error}") from error
+    # torch leaves the row of the padding token out of an embedding's gradient. Where a prompt or an answer holds that
+    # token it is a token like any other (often it is the one that ends a turn), here and in the fused passes.
+    embedding = model.get_input_embeddings()
+    if getattr(embedding, "padding_idx", None) is not None:
+        embedding.padding_idx = None
     if activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         # transformers checkpoints only in training mode, which also turns dropout on; the engine has none.
@@ -114,26 +120,39 @@ def choose_way(model: Any, config: TrainWorkerConfig, gradients: Gradients, *, d
 
 
 def _difference(model: Any, way: LogprobModel) -> float:
-    """Largest difference of a logprob between this way and the model's own forward pass, one answer at a time."""
+    """Largest difference of a logprob between this way and the model's own forward pass, one segment at a time.
+
+    The second answer has two segments, of which the second goes on from the middle of the first.
+    """
     vocab = model.get_output_embeddings().weight.shape[0]
-    ids = (np.arange(1, 16, dtype=np.int64) * 7919 % vocab).astype(np.int32)
-    prompt, answers = ids[:5], [ids[5:9], ids[9:15]]
-    batch = TrainBatch(0, [TrainGroup("probe", prompt, [_probe_answer(answer) for answer in answers])])
-    differences = []
+    ids = (np.arange(1, 19, dtype=np.int64) * 7919 % vocab).astype(np.int32)
+    prompt, first, second, branch = np.split(ids, [5, 9, 15])
+    answers = [
+        TrainAnswer("probe/0", 0.0, 0.0, [_probe(first, ROOT, len(prompt))]),
+        TrainAnswer("probe/1", 0.0, 0.0, [_probe(second, ROOT, len(prompt)), _probe(branch, 0, 2)]),
+    ]
+    batch = TrainBatch(0, [TrainGroup("probe", prompt, answers)])
+    plain = torch.cat([
+        _plain_logprobs(model, prompt, first),
+        _plain_logprobs(model, prompt, second),
+        _plain_logprobs(model, np.concatenate([prompt, second[:2]]), branch),
+    ])  # fmt: skip
+    ours = torch.full_like(plain, torch.nan)
     with torch.no_grad():
         for micro_batch in pack(batch, max_tokens=256, share_prompts=way.share_prompts, one_row=way.one_row):
-            ours = way.logprobs(micro_batch, 1.0).logprobs
-            for index, answer in enumerate(answers):
-                whole = torch.from_numpy(np.concatenate([prompt, answer]).astype(np.int64)).to(model.device)
-                logits = model(input_ids=whole[None], use_cache=False).logits[0]
-                plain = logits.float().log_softmax(-1)[:-1].gather(1, whole[1:, None])[len(prompt) - 1 :, 0]
-                mine = micro_batch.answer_index == index
-                where = torch.from_numpy(micro_batch.token_index[mine])
-                differences.append((ours[torch.from_numpy(mine)] - plain[where]).abs())
+            where = torch.from_numpy(micro_batch.token_index).to(ours.device)
+            ours[where] = way.logprobs(micro_batch, 1.0).logprobs.to(ours)
     # The maximum of a tensor is NaN when one of them is; Python's would pass over it.
-    return torch.cat(differences).max().item()
+    return (ours - plain).abs().max().item()
 
 
-def _probe_answer(ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> TrainAnswer:
+def _plain_logprobs(model: Any, context: IntArray, ids: IntArray) -> torch.Tensor:
+    whole = torch.from_numpy(np.concatenate([context, ids]).astype(np.int64)).to(model.device)
+    with torch.no_grad():
+        table: torch.Tensor = model(input_ids=whole[None], use_cache=False).logits[0].float().log_softmax(-1)
+    return table[:-1].gather(1, whole[1:, None])[len(context) - 1 :, 0]
+
+
+def _probe(ids: IntArray, parent: int, start: int) -> TrainSegment:
     zeros = np.zeros(len(ids), dtype=np.float32)
-    return TrainAnswer("probe", ids, zeros, zeros, np.ones(len(ids), np.uint8), np.zeros(len(ids), np.int32), 0.0)
+    return TrainSegment(ids, zeros, zeros, np.ones(len(ids), np.uint8), np.zeros(len(ids), np.int32), parent, start)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,8 +15,8 @@ from penstock.learn.pack import MicroBatch
 
 
 class PlainModel:
-    """A transformers causal LM. Without `share_prompts` every row is one prompt and one answer, and the model only
-    needs to know a padding mask."""
+    """A transformers causal LM. Without `share_prompts` every row is one segment with all that comes before it, and
+    the model only needs to know a padding mask."""
 
     one_row = False
 
@@ -37,14 +38,14 @@ class PlainModel:
 
     def logprobs(self, micro_batch: MicroBatch, temperature: float) -> TokenLogprobs:
         """log_softmax(logits / temperature) of every target of the micro-batch."""
-        blocks, branches = torch.from_numpy(micro_batch.blocks), torch.from_numpy(micro_batch.branches)
+        ends = torch.from_numpy(micro_batch.ends)
         weight = self._head.weight
         device = weight.device
         mask: Any
         if self._flex:
-            mask = flex_mask(blocks.to(device), branches.to(device))
+            mask = flex_mask(ends.to(device))
         else:
-            mask = block_mask(blocks, branches, weight.dtype) if self.share_prompts else (blocks >= 0).long()
+            mask = dense_mask(ends, weight.dtype) if self.share_prompts else padding_mask(micro_batch)
         with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
             hidden = self._model.base_model(
                 input_ids=torch.from_numpy(micro_batch.input_ids).to(device),
@@ -57,28 +58,32 @@ class PlainModel:
         return apply_head(picked.to(weight.dtype), self._head, targets, temperature)
 
 
-def sees(blocks: Tensor, branches: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+def sees(ends: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Whether a cell of a row sees another, as FlexAttention asks it: by row, head, place of query, place of key."""
 
     def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same_block = blocks[row, query] == blocks[row, key]
-        of_prompt_or_branch = (branches[row, key] == 0) | (branches[row, query] == branches[row, key])
-        return (key <= query) & same_block & of_prompt_or_branch
+        return (key <= query) & (query < ends[row, key])
 
     return seen
 
 
-def flex_mask(blocks: Tensor, branches: Tensor) -> Any:
-    """What `block_mask` says, in blocks: those that nobody sees are never computed."""
+def flex_mask(ends: Tensor) -> Any:
+    """What `dense_mask` says, in blocks: those that nobody sees are never computed."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    rows, length = blocks.shape
-    return create_block_mask(sees(blocks, branches), rows, None, length, length, device=blocks.device)
+    rows, length = ends.shape
+    return create_block_mask(sees(ends), rows, None, length, length, device=ends.device)
 
 
-def block_mask(blocks: Tensor, branches: Tensor, dtype: torch.dtype) -> Tensor:
+def dense_mask(ends: Tensor, dtype: torch.dtype) -> Tensor:
     """Additive [rows, 1, length, length]: 0 where a cell sees another, -inf where not. Every cell sees itself."""
-    rows, length = blocks.shape
+    rows, length = ends.shape
     row, place = torch.arange(rows)[:, None, None], torch.arange(length)
-    seen = sees(blocks, branches)(row, row, place[:, None], place)
+    seen = sees(ends)(row, row, place[:, None], place)
     return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)[:, None]
+
+
+def padding_mask(micro_batch: MicroBatch) -> Tensor:
+    """[rows, length]: 1 where a row has a token. All that a plain causal mask needs to know."""
+    used = np.arange(micro_batch.ends.shape[1]) < micro_batch.lengths[:, None]
+    return torch.from_numpy(used).long()

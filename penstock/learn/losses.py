@@ -18,6 +18,8 @@ from penstock.config import import_name, nearest
 from penstock.errors import ConfigError
 from penstock.learn.config import LossConfig
 
+MAX_LOG_RATIO = 20.0
+
 
 @dataclass(frozen=True)
 class LossTokens:
@@ -54,9 +56,10 @@ def ppo(tokens: LossTokens, config: LossConfig) -> LossTerms:
     """-min(ratio * A, clipped ratio * A), the ratio clipped to [1 - clip_low, 1 + clip_high].
 
     For A < 0 that minimum has no bound: one token that the trainer finds a hundred times as likely as the engine did
-    would outweigh the whole batch. `ratio_cap` bounds it there (dual clip).
+    would outweigh the whole batch. `ratio_cap` bounds it there (dual clip). A ratio is at most exp(20), where its
+    gradient ends: an infinite one would make a gradient of 0 * infinity, also of a token that is clipped.
     """
-    ratio = (tokens.logprobs - tokens.old_logprobs).exp()
+    ratio = (tokens.logprobs - tokens.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     loss = -torch.minimum(ratio * tokens.advantages, clipped * tokens.advantages)
     if config.ratio_cap is not None:
@@ -120,7 +123,7 @@ class Mismatch:
         """Mean and maximum of |difference|; k3 estimate of KL(engine, trainer); effective sample size as a share."""
         difference = torch.cat(self._parts)
         # Clamped so that one absurd token gives a large number and not an infinite one.
-        log_ratio = difference.clamp(-20.0, 20.0)
+        log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = log_ratio.exp()
         return {
             "mismatch/mean_abs": difference.abs().mean().item(),

@@ -1,19 +1,59 @@
-"""Write a model directory that is whole or not there."""
+"""Tensors to files, with the permissions of any other file; model directories that are whole or not there."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import StorageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model",
 )  # fmt: skip
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raises OSError when the disk fails, RuntimeError when two of the tensors share memory."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:
+        # It has no error of its own for a disk that is full.
+        raise OSError(f"{path}: {error}") from error
+    # safetensors makes a file that only its owner may read.
+    path.chmod(mode)
+
+
+def holds_tensors(path: Path, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the file holds these tensors, bit for bit."""
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    # As integers: NaN is equal to itself.
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    try:
+        saved = load_file(path)
+    except SafetensorError:
+        return False
+    return saved.keys() == tensors.keys() and all(
+        saved[name].dtype == tensor.dtype
+        and saved[name].shape == tensor.shape
+        and torch.equal(
+            saved[name].view(bits[tensor.itemsize]), tensor.detach().cpu().contiguous().view(bits[tensor.itemsize])
+        )
+        for name, tensor in tensors.items()
+    )
 
 
 def save_hf(model: Any, tokenizer_dir: Path, directory: Path) -> None:
@@ -22,6 +62,8 @@ def save_hf(model: Any, tokenizer_dir: Path, directory: Path) -> None:
     Everything is written and flushed under another name first. Raises StorageError, the old directory still there;
     a crash between the two renames leaves both complete under their hidden names.
     """
+    from safetensors import SafetensorError
+
     directory = directory.absolute()
     unfinished = directory.with_name(f".{directory.name}.unfinished")
     replaced = directory.with_name(f".{directory.name}.replaced")
@@ -29,18 +71,31 @@ def save_hf(model: Any, tokenizer_dir: Path, directory: Path) -> None:
         directory.parent.mkdir(parents=True, exist_ok=True)
         for left_over in (unfinished, replaced):
             shutil.rmtree(left_over, ignore_errors=True)
+        unfinished.mkdir()
+        mode = _mode_of_new_files(unfinished)
         model.save_pretrained(unfinished)
         for pattern in TOKENIZER_FILES:
             for file in sorted(tokenizer_dir.glob(pattern)):
                 if file.is_file():
-                    shutil.copy(file, unfinished / file.name)
-        for path in [*unfinished.rglob("*"), unfinished]:
+                    shutil.copyfile(file, unfinished / file.name)
+        for path in unfinished.rglob("*"):
+            path.chmod(mode)
             _flush(path)
+        _flush(unfinished)
         _swap(unfinished, directory, replaced)
         _flush(directory.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{directory} could not be written: {error}") from error
+
+
+def _mode_of_new_files(directory: Path) -> int:
+    """As the umask has it, which can only be read by setting it, for every thread at once."""
+    probe = directory / "probe"
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    return mode
 
 
 def _swap(new: Path, name: Path, old: Path) -> None:

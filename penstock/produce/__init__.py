@@ -1,5 +1,6 @@
 """How many groups to make, when, from which weights: progress, strategies, and the manager that runs them."""
 
+from penstock.produce.ask_once import AskOnceStrategy, AskOnceStrategyConfig
 from penstock.produce.async_strategy import AsyncProduceStrategy, AsyncProduceStrategyConfig
 from penstock.produce.config import AgentLoopManagerConfig, TaskSpecConfig, World, load_prompts
 from penstock.produce.context import ProduceContext
@@ -9,12 +10,14 @@ from penstock.produce.progress import ProduceProgress
 from penstock.produce.result import ProduceBatchResult, TaskResult
 from penstock.produce.strategy import (
     IsValidSampleFn,
+    PooledStrategy,
+    PooledStrategyConfig,
     ProduceBatchStatus,
     ProduceStrategy,
     ProduceStrategyConfig,
     ShouldContinueFn,
-    default_is_valid_sample,
-    default_should_continue,
+    default_is_valid_sample_fn,
+    default_should_continue_fn,
     has_different_rewards,
 )
 from penstock.produce.sync_strategy import SyncProduceStrategy, SyncProduceStrategyConfig
@@ -24,10 +27,14 @@ __all__ = [
     "AgentLoopManager",
     "AgentLoopManagerConfig",
     "AgentLoopManagerStatus",
+    "AskOnceStrategy",
+    "AskOnceStrategyConfig",
     "AsyncProduceStrategy",
     "AsyncProduceStrategyConfig",
     "FailurePolicyConfig",
     "IsValidSampleFn",
+    "PooledStrategy",
+    "PooledStrategyConfig",
     "ProduceBatchResult",
     "ProduceBatchStatus",
     "ProduceContext",
@@ -42,8 +49,8 @@ __all__ = [
     "World",
     "calculate_seq_staleness",
     "calculate_stale_threshold",
-    "default_is_valid_sample",
-    "default_should_continue",
+    "default_is_valid_sample_fn",
+    "default_should_continue_fn",
     "has_different_rewards",
     "load_prompts",
 ]

@@ -19,7 +19,7 @@ from penstock.produce.strategy import (
     PooledStrategyConfig,
     ProduceBatchStatus,
     ShouldContinueFn,
-    default_should_continue,
+    default_should_continue_fn,
 )
 from penstock.replay import StaleRule, calculate_seq_staleness, calculate_stale_threshold
 from penstock.rollout import Status
@@ -38,7 +38,7 @@ class AsyncProduceStrategy(PooledStrategy):
         enable_partial_rollout: bool = False,
         tail_batch_trigger_size: int = -1,
         tail_batch_max_tries: int | None = None,
-        should_continue_fn: ShouldContinueFn = default_should_continue,
+        should_continue_fn: ShouldContinueFn = default_should_continue_fn,
         pause_timeout_s: float = 300.0,
     ) -> None:
         super().__init__(
@@ -60,7 +60,7 @@ class AsyncProduceStrategy(PooledStrategy):
             return NORMAL
         if (stop := self._stop(ctx)) is not None:
             return stop
-        await self._pending.store_finished(ctx.put_now, ctx.buffer.flush)
+        await self.store_finished(ctx)
         # Fixed for this call; everything else is read live.
         tail_batch = 0 < self._tail_batch_trigger_size <= ctx.expired_count()
         budget = 0 if tail_batch else math.ceil(self._over_sample_threshold * ctx.task_batch_size)
@@ -68,18 +68,18 @@ class AsyncProduceStrategy(PooledStrategy):
         while True:
             if (stop := self._stop(ctx)) is not None:
                 return stop
-            if not self._should_continue(ctx.available_count(), target):
+            if not self.should_continue(ctx.available_count(), target):
                 return NORMAL
             while scheduled_target > ctx.available_count() + ctx.running_count() and not ctx.should_abort():
-                await self._start_groups(ctx, 1, self._statuses(ctx, tail_batch))
+                await self.start_groups(ctx, 1, self._statuses(ctx, tail_batch))
             if not len(self._pending) and not ctx.should_abort():
                 logger.warning(
                     "task %s: should_continue_fn asks for more than the %d groups that are due; %d are available",
                     ctx.task_name, target, ctx.available_count(),
                 )  # fmt: skip
                 return NORMAL
-            await self._wait_for_change(ctx)
-            await self._pending.store_finished(ctx.put_now, ctx.buffer.flush)
+            await self.wait_for_change(ctx)
+            await self.store_finished(ctx)
 
     def _stop(self, ctx: ProduceContext) -> ProduceBatchStatus | None:
         if ctx.should_abort():
@@ -98,7 +98,9 @@ class AsyncProduceStrategy(PooledStrategy):
 
 
 class AsyncProduceStrategyConfig(PooledStrategyConfig):
-    over_sample_threshold: float = pydantic.Field(default=0.0, ge=0)
+    """Produce ahead of the trainer, within a bound on staleness."""
+
+    over_sample_threshold: float = pydantic.Field(default=0.0, ge=0, allow_inf_nan=False)
     """Groups started beyond the target, as a share of the task's batch, rounded up."""
     enable_partial_rollout: bool = False
     """An interrupted rollout continues from its tokens under the new weights."""
@@ -113,6 +115,7 @@ class AsyncProduceStrategyConfig(PooledStrategyConfig):
     """An interrupted rollout that started again this often waits for a tail batch, which is not interrupted."""
 
     def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if self.tail_batch_max_tries is not None and (self.tail_batch_trigger_size <= 0 or self.enable_partial_rollout):
             yield (
                 f"tail_batch_max_tries is {self.tail_batch_max_tries}; it needs tail_batch_trigger_size > 0 "
@@ -134,6 +137,11 @@ class AsyncProduceStrategyConfig(PooledStrategyConfig):
                 "than a sync period is started again at every weight sync and may never finish",
                 self.max_staleness,
             )
+        if self.max_token_staleness is not None and self.max_token_staleness > self.max_staleness:
+            logger.warning(
+                "max_token_staleness=%d above max_staleness=%d masks no token: a rollout expires before one is that "
+                "old", self.max_token_staleness, self.max_staleness,
+            )  # fmt: skip
         return AsyncProduceStrategy(
             stale_threshold=calculate_stale_threshold(self.max_staleness, sync_weights_interval),
             over_sample_threshold=self.over_sample_threshold,

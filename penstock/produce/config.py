@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import pydantic
@@ -12,9 +12,10 @@ import pydantic
 from penstock.agent_loop import AgentLoopConfig
 from penstock.config import Config
 from penstock.data import PromptSet, SamplerConfig
-from penstock.errors import DatasetError
+from penstock.errors import ConfigError, DatasetError
+from penstock.events import Nobody, Observer
 from penstock.judger import JudgerConfig, JudgerSet, as_judger_config
-from penstock.ports import Engine, Placement, Tokenizer
+from penstock.ports import Engine, OnPause, Placement, Tokenizer, TurnLog
 from penstock.produce.context import TaskRuntime
 from penstock.produce.failures import DeadLetters, FailurePolicy, FailurePolicyConfig
 from penstock.produce.manager import AgentLoopManager
@@ -22,10 +23,22 @@ from penstock.produce.pause import PauseDeadlines
 from penstock.produce.strategy import ProduceStrategyConfig
 from penstock.produce.sync_strategy import SyncProduceStrategyConfig
 from penstock.produce.task import Task
-from penstock.produce.watchdog import OnProgress
 from penstock.replay import ReplayBuffer
 
-JudgerChoice = JudgerConfig | Callable[..., Any] | dict[str, JudgerConfig | Callable[..., Any]] | None
+
+def _checked_judger(value: Any) -> Any:
+    """Kept as it was written; refused when it means nothing. pydantic itself would try to build the abstract class."""
+    try:
+        as_judger_config(value)
+    except ConfigError as error:
+        raise ValueError("; ".join(error.problems)) from None
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+JudgerChoice = Annotated[
+    JudgerConfig | Callable[..., Any] | str | Mapping[str, JudgerConfig | Callable[..., Any] | str] | None,
+    pydantic.PlainValidator(_checked_judger),
+]
 
 
 class TaskSpecConfig(Config):
@@ -37,7 +50,8 @@ class TaskSpecConfig(Config):
     sampler_config: SamplerConfig
     agent_loop_config: AgentLoopConfig
     judger_config: JudgerChoice = None
-    """A JudgerConfig, a reward function, a mapping from data source to either, or None when the loop judges itself."""
+    """A JudgerConfig, a reward function or its name (`package.module.name`, `file.py:name`), a mapping from data source
+    to any of these, or None when the loop judges itself."""
     produce_strategy_config: ProduceStrategyConfig = SyncProduceStrategyConfig()
 
     @property
@@ -57,21 +71,27 @@ class World(msgspec.Struct, kw_only=True):
     run_seed: int = 0
     sync_weights_interval: int = 1
     dead_letters: Path | None = None
-    on_progress: OnProgress | None = None
+    observer: Observer = msgspec.field(default_factory=Nobody)
+    turn_log: TurnLog | None = None
+    """Where finished turns of rollouts that are still played are kept."""
     pauses_engine: bool = True
     """False when another manager pauses the engine and this one only shares it."""
-    request_prefix: str = ""
+    namespace: str = ""
     """Tells this manager's requests from another's on the same engine."""
+    on_pause: OnPause = "abort"
+    """What a pause of the engine does to this manager's requests."""
     placement: Placement | None = None
 
 
 class AgentLoopManagerConfig(Config):
+    """The tasks of a run, and how production pauses, fails and gives up."""
+
     tasks: TaskSpecConfig | list[TaskSpecConfig]
     failures: FailurePolicyConfig = FailurePolicyConfig()
-    pause_request_timeout_s: float = pydantic.Field(default=30.0, gt=0)
-    pause_resend_interval_s: float = pydantic.Field(default=5.0, ge=0)
+    pause_request_timeout_s: float = pydantic.Field(default=30.0, gt=0, allow_inf_nan=False)
+    pause_resend_interval_s: float = pydantic.Field(default=5.0, ge=0, allow_inf_nan=False)
     """0: the pause is sent once."""
-    stall_timeout_s: float = pydantic.Field(default=900.0, gt=0)
+    stall_timeout_s: float = pydantic.Field(default=900.0, gt=0, allow_inf_nan=False)
     """The run stops when no group finishes for this long."""
 
     @property
@@ -88,6 +108,12 @@ class AgentLoopManagerConfig(Config):
             yield f"all weights are 0 (tasks {names}); at least one must be above 0"
         for task in self.task_list:
             yield from _task_problems(task, self.failures)
+            for field in ("rollout_timeout_s", "judge_timeout_s"):
+                if (seconds := getattr(task.agent_loop_config, field)) >= self.stall_timeout_s:
+                    yield (
+                        f"task {task.task_name!r}: agent_loop_config.{field} is {seconds:g} s; it must be below "
+                        f"stall_timeout_s ({self.stall_timeout_s:g} s), or one rollout that hangs stops the run"
+                    )
 
     def build(self, world: World, manager: type[AgentLoopManager] = AgentLoopManager) -> AgentLoopManager:
         """`manager` may be a subclass, to divide the batch another way."""
@@ -108,7 +134,7 @@ class AgentLoopManagerConfig(Config):
                 request_timeout_s=self.pause_request_timeout_s, resend_interval_s=self.pause_resend_interval_s
             ),
             stall_timeout_s=self.stall_timeout_s,
-            on_progress=world.on_progress,
+            observer=world.observer,
         )
 
     def _runtime(self, task: TaskSpecConfig, world: World, dead_letters: DeadLetters) -> TaskRuntime:
@@ -120,8 +146,10 @@ class AgentLoopManagerConfig(Config):
             judger=judger,
             run_seed=world.run_seed,
             placement=world.placement,
+            namespace=world.namespace,
+            on_pause=world.on_pause,
+            turn_log=world.turn_log,
         )
-        agent_loop.request_prefix = world.request_prefix
         return TaskRuntime(
             name=task.task_name,
             agent_loop=agent_loop,
@@ -162,4 +190,8 @@ def _task_problems(task: TaskSpecConfig, failures: FailurePolicyConfig) -> Itera
         yield f"failures.min_group_size is {failures.min_group_size}; task {task.task_name!r} has groups of {k}"
     judger = task.judger
     if judger is not None and judger is not task.judger_config:
-        yield from (f"task {task.task_name!r}: judger_config: {problem}" for problem in judger.problems())
+        # Made from a function, a name or a mapping: no field of the task, so nobody else asks it and its parts.
+        try:
+            judger.check()
+        except ConfigError as error:
+            yield from (f"task {task.task_name!r}: judger_config: {problem}" for problem in error.problems)

@@ -15,36 +15,13 @@ from penstock.config import dotted_name
 from penstock.data import Sampler
 from penstock.errors import RunError, UserFunctionError
 from penstock.ports import AgentLoop
+from penstock.produce.attempt import NOBODY, Attempt, PlayedGroup
 from penstock.produce.failures import FailurePolicy
-from penstock.produce.progress import ProduceProgress
+from penstock.produce.progress import ProduceProgress, Window
 from penstock.replay import DiscardReason, GroupState, ReplayBuffer, Signal, StaleRule
-from penstock.rollout import Failure, FailureReason, Group, RolloutState, Status, count_tokens, get_group_status
+from penstock.rollout import Failure, FailureReason, Group, RolloutState, Status, get_group_status
 
 IsValidSample = Callable[[Group], bool]
-
-
-class Attempt(msgspec.Struct):
-    """One playing of a group, from the moment it starts until it is stored."""
-
-    model_step: int
-    started_at: float
-    group: Group
-    tokens_before: int
-    kept: frozenset[str]
-    """Rollouts that were complete before; this attempt does not count them again."""
-    enable_partial_rollout: bool
-    max_tries: int | None
-    protected: bool
-    """A pause waits for it: one of its rollouts was interrupted as often as allowed."""
-    forgotten_tokens: int = 0
-    looked_at: bool = False
-    """The last playing came back and its versions were checked."""
-    begun_with: dict[str, int] = {}
-    """Tokens that rollouts already had when they were last given to the agent loop."""
-
-    @property
-    def playing(self) -> list[str]:
-        return [rollout.rollout_id for rollout in self.group if rollout.rollout_id not in self.kept]
 
 
 class TaskRuntime(msgspec.Struct):
@@ -57,7 +34,6 @@ class TaskRuntime(msgspec.Struct):
     stale_rule: StaleRule
     is_valid_sample: IsValidSample
     failures: FailurePolicy
-    attempts: dict[str, Attempt] = {}
     group_seconds: list[float] = []
     """Durations of the groups that completed since the last batch."""
 
@@ -72,7 +48,9 @@ class ProduceContext:
         train_step: int,
         model_step: int,
         update_event: asyncio.Event,
+        changed: Signal,
     ) -> None:
+        """`changed` is notified when a group finishes, moves in the buffer, or the abort signal changes."""
         self.task_name = runtime.name
         self.agent_loop = runtime.agent_loop
         self.sampler = runtime.sampler
@@ -83,14 +61,10 @@ class ProduceContext:
         self.model_step = model_step
         self.stale_threshold = runtime.stale_rule.stale_threshold
         self.update_event = update_event
+        self.changed = changed
         self._runtime = runtime
 
     # What a strategy may ask.
-
-    @property
-    def changed(self) -> Signal:
-        """Notified when a group finishes, moves in the buffer, or the abort signal changes."""
-        return self.buffer.changed
 
     @property
     def consumer_step(self) -> int:
@@ -125,108 +99,130 @@ class ProduceContext:
     async def generate_group(
         self, group: Group, *, enable_partial_rollout: bool = False, max_tries: int | None = None
     ) -> Group:
-        """Play a group; failed rollouts are made again within their budgets, their siblings are kept.
+        """Play a group and stamp how long that took. What comes back is for `put_generated_group`.
 
         An interrupted group comes back with ABORTED rollouts, in the state the pause found them.
         """
-        loop = asyncio.get_running_loop()
-        attempt = Attempt(
-            model_step=self.model_step,
-            started_at=loop.time(),
-            group=group,
-            tokens_before=count_tokens(group),
-            kept=frozenset([r.rollout_id for r in group if r.status is Status.COMPLETED]),
-            enable_partial_rollout=enable_partial_rollout,
-            max_tries=max_tries,
-            protected=any(rollout.status is Status.MAX_TRIES for rollout in group),
-        )
-        self._runtime.attempts[group[0].group_id] = attempt
-        for rollout in group:
-            if rollout.status is Status.EXPIRED:
-                attempt.forgotten_tokens += self.buffer.forget_response(rollout, "re_rolled")
-        group = await self._play(group, attempt)
-        while failed := [rollout for rollout in group if rollout.status is Status.FAILED]:
-            given_up = [rollout for rollout in failed if not self._runtime.failures.may_retry(rollout)]
-            if given_up and not self._runtime.failures.may_leave(given_up, group):
-                break
-            for rollout in given_up:
-                attempt.forgotten_tokens += self.buffer.forget_response(rollout, DiscardReason.UNJUDGED)
-            group = [rollout for rollout in group if rollout not in given_up]
-            again = [rollout for rollout in failed if rollout not in given_up]
-            if again and not await self._prepare_retry(again, attempt):
-                break
-            group = await self._play(group, attempt)
-        seconds = loop.time() - attempt.started_at
-        for rollout in group:
-            rollout.group_generate_time_s = seconds
-        return group
+        attempt = self.begin(group, enable_partial_rollout=enable_partial_rollout, max_tries=max_tries)
+        return PlayedGroup(await self.play(attempt))
 
     async def put_generated_group(self, group: Group) -> bool:
         """Store a played group, or discard it with a reason. True only if it is COMPLETED after the put.
 
         Returns when that is durable.
         """
-        completed = await self.put_now(group)
+        if isinstance(group, PlayedGroup):
+            attempt = group.attempt
+            attempt.group = list(group)
+        else:
+            attempt = self.begin(group, enable_partial_rollout=True)
+            attempt.kept = NOBODY
+        completed = self.store(attempt)
         await self.buffer.flush()
         return completed
 
-    async def put_now(self, group: Group) -> bool:
+    # The same in three steps, for those who play many groups at once.
+
+    def begin(self, group: Group, *, enable_partial_rollout: bool = False, max_tries: int | None = None) -> Attempt:
+        """The attempt at a group, as it is scheduled."""
+        return Attempt.begin(
+            group,
+            model_step=self.model_step,
+            started_at=asyncio.get_running_loop().time(),
+            enable_partial_rollout=enable_partial_rollout,
+            max_tries=max_tries,
+        )
+
+    async def play(self, attempt: Attempt) -> Attempt:
+        """Play its group; failed rollouts are made again within their budgets, their siblings are kept."""
+        for rollout in attempt.group:
+            if rollout.status is Status.EXPIRED:
+                self.buffer.forget_response(rollout, "re_rolled")
+        await self._play_once(attempt)
+        while failed := [rollout for rollout in attempt.group if rollout.status is Status.FAILED]:
+            given_up = [rollout for rollout in failed if not self._runtime.failures.may_retry(rollout)]
+            if given_up and not self._runtime.failures.may_leave(given_up, attempt.group):
+                break
+            for rollout in given_up:
+                self.buffer.forget_response(rollout, DiscardReason.UNJUDGED)
+            attempt.group = [rollout for rollout in attempt.group if rollout not in given_up]
+            again = [rollout for rollout in failed if rollout not in given_up]
+            if again and not await self._prepare_retry(again):
+                break
+            await self._play_once(attempt)
+        seconds = asyncio.get_running_loop().time() - attempt.started_at
+        for rollout in attempt.group:
+            rollout.group_generate_time_s = seconds
+        return attempt
+
+    def store(self, attempt: Attempt) -> bool:
         """`put_generated_group` without the wait for the disk; for those who store several and flush once."""
-        attempt = self._runtime.attempts.pop(group[0].group_id, None) or self._attempt_that_never_began(group)
-        for rollout in () if attempt.looked_at else group:
-            if rollout.status is not Status.FAILED and _has_future_tokens(rollout, attempt):
-                # Cancelled before the attempt could look at it.
-                attempt.forgotten_tokens += self.buffer.forget_response(rollout, "retried")
-                rollout.status = Status.ABORTED
+        group = attempt.group
+        if attempt.cut_off:
+            for rollout in group:
+                if attempt.has_future_tokens(rollout):
+                    self.buffer.forget_response(rollout, "retried")
+                    rollout.status = Status.ABORTED
         status = get_group_status(group)
-        self._count(group, status, attempt)
+        window = self.progress.windows[self.task_name]
+        self._count_rollouts(attempt, status, window)
+        generated = self.buffer.tokens.generated
+        try:
+            return self._store(attempt, status, window)
+        finally:
+            # As the buffer counts them: those of this attempt that are kept or were forgotten.
+            window.produced_tokens += self.buffer.tokens.generated - generated
+
+    # Inside.
+
+    def _store(self, attempt: Attempt, status: Status, window: Window) -> bool:
+        group, failures = attempt.group, self._runtime.failures
         if status is Status.COMPLETED and not self._is_valid(group):
             for rollout in group:
                 rollout.status = Status.FILTERED
-            self.progress.windows[self.task_name].filtered += len(group)
-            await self._discard(group, DiscardReason.FILTERED)
-            self._runtime.failures.group_filtered(dotted_name(self._runtime.is_valid_sample))
+            window.filtered += len(group)
+            self.buffer.discard(group, self.task_name, DiscardReason.FILTERED, train_step=self.consumer_step)
+            failures.group_filtered(dotted_name(self._runtime.is_valid_sample))
             return False
         if status is Status.FAILED:
-            reason = self._runtime.failures.reason(group)
-            await self._discard(group, reason)
-            self._runtime.failures.group_failed(group, reason)
+            reason = failures.reason(group)
+            self.buffer.discard(group, self.task_name, reason, train_step=self.consumer_step)
+            failures.group_failed(group, reason)
             return False
-        self._restart_interrupted(group, attempt)
+        if status is not Status.COMPLETED:
+            self._restart_interrupted(attempt)
         stored = self.buffer.put(
             group,
             self.task_name,
             model_step=attempt.model_step,
-            current_train_step=self.consumer_step,
+            current_train_step=self.progress.next_consumer_step,
             stale_threshold=self._runtime.stale_rule,
         )
         if status is Status.COMPLETED:
             self._runtime.group_seconds.append(group[0].group_generate_time_s)
-        if stored is Status.COMPLETED:
-            self._runtime.failures.group_passed()
-        elif status is Status.COMPLETED:
-            self._runtime.failures.group_too_late()
+            if stored is Status.COMPLETED:
+                failures.group_passed()
+            else:
+                failures.group_too_late()
         return stored is Status.COMPLETED
 
-    # Inside.
-
-    async def _play(self, group: Group, attempt: Attempt) -> Group:
+    async def _play_once(self, attempt: Attempt) -> None:
         """Have the agent loop play what is not complete. What it raises or leaves undone belongs to the rollouts."""
-        for rollout in group:
+        for rollout in attempt.group:
             if rollout.status is not Status.COMPLETED:
                 rollout.status = Status.INIT
                 if rollout.turns and not attempt.enable_partial_rollout and rollout.finish_reason is None:
-                    attempt.forgotten_tokens += self.buffer.forget_response(rollout, "aborted")
-        attempt.looked_at = False
-        attempt.begun_with = {r.rollout_id: r.num_tokens for r in group if r.segments}
+                    self.buffer.forget_response(rollout, "aborted")
         message = ""
         try:
-            group = await self.agent_loop.generate_group(group, enable_partial_rollout=attempt.enable_partial_rollout)
+            attempt.group = await self.agent_loop.generate_group(
+                attempt.group, enable_partial_rollout=attempt.enable_partial_rollout
+            )
         except RunError:
             raise
         except Exception as error:
             message = f"{type(self.agent_loop).__name__} raised {type(error).__name__}: {error}"
-        for rollout in group:
+        for rollout in attempt.group:
             if rollout.status is Status.INIT:
                 rollout.fail(
                     Failure(FailureReason.AGENT_LOOP_ERROR, message or "the agent loop left the rollout unplayed")
@@ -234,13 +230,11 @@ class ProduceContext:
             elif rollout.status is Status.ABORTED and rollout.finish_reason is None and not self.should_abort():
                 # Taken as an engine's failure: an engine that is paused by somebody else would be asked for ever.
                 rollout.fail(Failure(FailureReason.ENGINE_ABORT, "interrupted although production is not paused", True))
-            elif _has_future_tokens(rollout, attempt):
+            elif attempt.has_future_tokens(rollout):
                 message = f"tokens are ascribed to weights newer than {attempt.model_step}: {rollout.steps}"
                 rollout.fail(Failure(FailureReason.ENGINE_NONSENSE, message, True))
-        attempt.looked_at = True
-        return group
 
-    async def _prepare_retry(self, failed: list[RolloutState], attempt: Attempt) -> bool:
+    async def _prepare_retry(self, failed: list[RolloutState]) -> bool:
         """Forget the failed answers and wait out the backoff; False when a pause came first."""
         pause_s = max(self._runtime.failures.backoff_s(rollout) for rollout in failed)
         for rollout in failed:
@@ -248,7 +242,7 @@ class ProduceContext:
                 # The answer is whole; only its judging is tried again.
                 rollout.error = None
             else:
-                attempt.forgotten_tokens += self.buffer.forget_response(rollout, "retried")
+                self.buffer.forget_response(rollout, "retried")
             rollout.status = Status.INIT
         if pause_s and not self.should_abort():
             try:
@@ -262,21 +256,18 @@ class ProduceContext:
             return False
         return True
 
-    def _count(self, group: Group, status: Status, attempt: Attempt) -> None:
+    def _count_rollouts(self, attempt: Attempt, status: Status, window: Window) -> None:
         """Count what this attempt finished. Raw rewards come before any filter."""
-        window = self.progress.windows[self.task_name]
         if status is Status.COMPLETED:
             self.progress.finished_groups += 1
-        window.produced_tokens += count_tokens(group) + attempt.forgotten_tokens - attempt.tokens_before
-        for rollout in group:
-            if rollout.rollout_id in attempt.kept:
-                continue
-            window.produced_rollouts += 1
-            if rollout.status is Status.FAILED:
-                window.failed += 1
-            elif rollout.status is Status.COMPLETED and rollout.reward is not None:
-                window.raw_reward_sum += rollout.reward.score
-                window.raw_reward_count += 1
+        kept = attempt.kept
+        finished = [r for r in attempt.group if r.rollout_id not in kept] if kept else attempt.group
+        scores = [r.reward.score for r in finished if r.reward is not None and r.status is Status.COMPLETED]
+        window.produced_rollouts += len(finished)
+        window.raw_reward_sum += sum(scores)
+        window.raw_reward_count += len(scores)
+        if status is Status.FAILED:
+            window.failed += sum(rollout.status is Status.FAILED for rollout in finished)
 
     def _is_valid(self, group: Group) -> bool:
         function = self._runtime.is_valid_sample
@@ -289,43 +280,14 @@ class ProduceContext:
                 f"group {group[0].group_id!r})"
             ) from error
 
-    def _restart_interrupted(self, group: Group, attempt: Attempt) -> None:
+    def _restart_interrupted(self, attempt: Attempt) -> None:
         """Without partial rollout an interrupted rollout starts again, as often as it may."""
         if attempt.enable_partial_rollout:
             return
-        for rollout in group:
+        for rollout in attempt.group:
             # An answer that is whole and only not judged yet is kept in any case.
             if rollout.status is Status.ABORTED and rollout.finish_reason is None:
                 rollout.num_tries += 1
                 self.buffer.forget_response(rollout, "aborted")
                 if attempt.max_tries is not None and rollout.num_tries >= attempt.max_tries:
                     rollout.status = Status.MAX_TRIES
-
-    async def _discard(self, group: Group, reason: DiscardReason) -> None:
-        self.buffer.discard(group, self.task_name, reason, train_step=self.consumer_step)
-
-    def _attempt_that_never_began(self, group: Group) -> Attempt:
-        """For a group whose task was cancelled before its first step."""
-        return Attempt(
-            model_step=self.model_step,
-            started_at=asyncio.get_running_loop().time(),
-            group=group,
-            tokens_before=count_tokens(group),
-            kept=frozenset(rollout.rollout_id for rollout in group),
-            enable_partial_rollout=True,
-            max_tries=None,
-            protected=False,
-        )
-
-
-def _has_future_tokens(rollout: RolloutState, attempt: Attempt) -> bool:
-    """Whether a token of this attempt claims weights newer than those that were served."""
-    steps = rollout.steps
-    if not steps or max(steps)[0] <= attempt.model_step:
-        return False
-    end, begun_with = 0, attempt.begun_with.get(rollout.rollout_id, 0)
-    for step, n in steps:
-        end += n
-        if step > attempt.model_step and end > begun_with:
-            return True
-    return False

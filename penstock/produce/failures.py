@@ -20,6 +20,8 @@ from penstock.rollout import FailureReason, Group, RolloutState, Status
 
 
 class FailurePolicyConfig(Config):
+    """How often what failed is tried again, and when the run gives up."""
+
     infrastructure_retries: int = pydantic.Field(default=3, ge=0)
     data_retries: int = pydantic.Field(default=1, ge=0)
     backoff_s: float = pydantic.Field(default=0.5, ge=0)

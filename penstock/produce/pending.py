@@ -7,28 +7,23 @@ group still counts as pending, so nobody who looks can miss it. Finishing costs 
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 
+from penstock.produce.attempt import Attempt
 from penstock.replay import Signal
-from penstock.rollout import Group, Status
 
 CANCEL_TIMEOUT_S = 10.0
 """How long a cancelled task may take to end; one that ignores its cancellation is left behind."""
 
-Store = Callable[[Group], Awaitable[object]]
+Store = Callable[[Attempt], object]
 Flush = Callable[[], Awaitable[object]]
-
-
-async def _nothing() -> None:
-    """For a store that waits for durability itself."""
 
 
 class PendingTasks:
     def __init__(self) -> None:
-        self._running: dict[asyncio.Task[Group], Group] = {}
-        self._finished: deque[asyncio.Task[Group]] = deque()
+        self._running: dict[asyncio.Task[Attempt], Attempt] = {}
+        self._finished: deque[asyncio.Task[Attempt]] = deque()
         self._storing = 0
         self._signal: Signal | None = None
 
@@ -40,14 +35,18 @@ class PendingTasks:
     def has_finished(self) -> bool:
         return bool(self._finished)
 
-    def schedule(self, group: Group, play: Coroutine[None, None, Group], signal: Signal) -> None:
+    def attempts(self) -> Iterator[Attempt]:
+        """Those being played."""
+        return iter(self._running.values())
+
+    def schedule(self, attempt: Attempt, play: Coroutine[None, None, Attempt], signal: Signal) -> None:
         """Play a group in a task of its own; `signal` is notified when it ends."""
         self._signal = signal
-        task = asyncio.get_running_loop().create_task(play, name=f"group {group[0].group_id}")
-        self._running[task] = group
+        task = asyncio.get_running_loop().create_task(play, name=f"group {attempt.group[0].group_id}")
+        self._running[task] = attempt
         task.add_done_callback(self._ended)
 
-    async def store_finished(self, store: Store, flush: Flush = _nothing) -> int:
+    async def store_finished(self, store: Store, flush: Flush) -> int:
         """Claim what finished and store it; returns how many. What a task raised passes.
 
         What was stored is flushed together: it shares one fsync, and counts as pending until it is durable.
@@ -60,7 +59,7 @@ class PendingTasks:
                     task = self._finished.popleft()
                     self._storing += 1
                     begun += 1
-                    await store(task.result())
+                    store(task.result())
                 await flush()
             finally:
                 self._storing -= begun
@@ -68,7 +67,7 @@ class PendingTasks:
             stored += begun
         return stored
 
-    async def drain(self, store: Store, flush: Flush = _nothing) -> None:
+    async def drain(self, store: Store, flush: Flush) -> None:
         """Store everything as it finishes, until nothing is pending. Waits without a deadline: callers bound it.
 
         What storing raises is raised at the end, so that nothing is left running.
@@ -86,7 +85,7 @@ class PendingTasks:
         if failure is not None:
             raise failure
 
-    async def cancel(self, store: Store) -> int:
+    async def cancel(self, store: Store, flush: Flush) -> int:
         """Cancel what still runs and store it as ABORTED with its prompt and record; returns how many.
 
         What storing raises is raised at the end, as in `drain`.
@@ -100,16 +99,20 @@ class PendingTasks:
             task.cancel()
         if cancelled:
             await asyncio.wait([task for task, _ in cancelled], timeout=CANCEL_TIMEOUT_S)
-        for task, group in cancelled:
+        for task, attempt in cancelled:
             try:
                 finished = task.done() and not task.cancelled() and task.exception() is None
-                await store(task.result() if finished else _aborted(group))
+                store(task.result() if finished else attempt.interrupted())
             except Exception as error:
                 failure = failure or error
-            finally:
-                self._storing -= 1
-        self._notify()
-        await self.drain(store)
+        try:
+            await flush()
+        except Exception as error:
+            failure = failure or error
+        finally:
+            self._storing -= len(cancelled)
+            self._notify()
+        await self.drain(store, flush)
         if failure is not None:
             raise failure
         return len(cancelled)
@@ -121,7 +124,7 @@ class PendingTasks:
         for task in running:
             task.cancel()
 
-    def _ended(self, task: asyncio.Task[Group]) -> None:
+    def _ended(self, task: asyncio.Task[Attempt]) -> None:
         if self._running.pop(task, None) is not None:
             self._finished.append(task)
             self._notify()
@@ -129,13 +132,3 @@ class PendingTasks:
     def _notify(self) -> None:
         if self._signal is not None:
             self._signal.notify()
-
-
-def _aborted(group: Group) -> Group:
-    """A copy, out of reach of a task that may still run."""
-    group = [copy.copy(rollout) for rollout in group]
-    for rollout in group:
-        if rollout.status is not Status.COMPLETED:
-            rollout.status = Status.ABORTED
-            rollout.error = None
-    return group

@@ -62,22 +62,28 @@ class ProduceProgress:
         """For one colocated call: due are `sizes` beyond what was consumed before."""
         progress = cls(task_names)
         progress.consumed_samples.update(consumed or {})
-        for task, size in sizes.items():
-            progress.target_samples[task] = progress.consumed_samples[task] + size
-            progress.last_due_step[task] = train_step
-        progress.target_upto_future_step = train_step
-        progress.next_consumer_step = progress.producer_future_step = train_step
+        progress.begin_local(sizes, train_step)
         return progress
 
-    def ensure_target_upto(self, batch_size: int, future_step: int, allocate: AllocateBatchSizes) -> dict[str, int]:
+    def begin_local(self, sizes: Mapping[str, int], train_step: int) -> None:
+        """A colocated call begins: due are `sizes` beyond what was consumed, for this step alone."""
+        for task, size in sizes.items():
+            self.target_samples[task] = self.consumed_samples[task] + size
+            self.last_due_step[task] = train_step
+        self.target_upto_future_step = train_step
+        self.next_consumer_step = self.producer_future_step = train_step
+
+    def ensure_target_upto(
+        self, batch_size: int, future_step: int, allocate_batch_sizes: AllocateBatchSizes
+    ) -> dict[str, int]:
         """Make everything due up to `future_step`; idempotent. Returns the allocation of `future_step`."""
         for step in range(self.target_upto_future_step + 1, future_step + 1):
-            for task, size in allocate(batch_size, step).items():
+            for task, size in allocate_batch_sizes(batch_size, step).items():
                 self.target_samples[task] += size
                 if size:
                     self.last_due_step[task] = step
             self.target_upto_future_step = step
-        return allocate(batch_size, future_step)
+        return allocate_batch_sizes(batch_size, future_step)
 
     def begin_consume(self, train_step: int) -> None:
         self.next_consumer_step = train_step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -83,6 +84,12 @@ class Totals:
     def __init__(self) -> None:
         self._discarded: dict[str, Counter[str]] = {}
         self._wasted: Counter[str] = Counter()
+
+    def begin(self, buffer: ReplayBuffer, tasks: Iterable[str]) -> None:
+        """What a restart found was reported before."""
+        for task in tasks:
+            self.new_discards(buffer, task)
+        self.new_waste(buffer)
 
     def new_discards(self, buffer: ReplayBuffer, task: str) -> dict[str, int]:
         now = Counter({reason.value: n for reason, n in buffer.discarded(task).items()})

@@ -1,7 +1,17 @@
-"""ProduceStrategy: how a batch is made. Public, may be subclassed; the manager uses these four methods and no others.
+"""ProduceStrategy: how a batch is made. Public, may be subclassed; the manager uses its methods and nothing else.
 
-`PooledStrategy` adds what the built-in ones share: groups played concurrently by one owner, and the pause that drains
-them.
+`PooledStrategy` adds what the built-in ones share, and is public too: groups played concurrently by one owner, and the
+pause that drains them. A subclass says how many are started and when:
+
+    class OneByOne(PooledStrategy):
+        async def produce_batch(self, ctx):
+            while ctx.available_count() < ctx.target_abs and not ctx.should_abort():
+                await self.start_groups(ctx, 1, [Status.ABORTED])
+                await self.wait_for_change(ctx)
+                await self.store_finished(ctx)
+            return UPDATE_WEIGHT_AND_ABORT if ctx.should_abort() else NORMAL
+
+However far a strategy would go, the manager makes nothing due that the engines' weights may not serve.
 """
 
 from __future__ import annotations
@@ -9,17 +19,19 @@ from __future__ import annotations
 import abc
 import asyncio
 import enum
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import pydantic
 
 from penstock.config import Config, dotted_name
 from penstock.errors import UserFunctionError
+from penstock.produce.attempt import Attempt
 from penstock.produce.context import ProduceContext
 from penstock.produce.pending import PendingTasks
 from penstock.replay import StaleRule, calculate_stale_threshold
-from penstock.rollout import Group, RolloutState, Status
+from penstock.rollout import RolloutState, Status
 
 
 class ProduceBatchStatus(enum.StrEnum):
@@ -42,11 +54,11 @@ class ShouldContinueFn(Protocol):
     def __call__(self, completed_count: int, batch_size: int, **kwargs: Any) -> bool: ...
 
 
-def default_is_valid_sample(samples: list[RolloutState]) -> bool:
+def default_is_valid_sample_fn(samples: list[RolloutState]) -> bool:
     return True
 
 
-def default_should_continue(completed_count: int, batch_size: int, **kwargs: Any) -> bool:
+def default_should_continue_fn(completed_count: int, batch_size: int, **kwargs: Any) -> bool:
     return completed_count < batch_size
 
 
@@ -56,6 +68,8 @@ def has_different_rewards(samples: list[RolloutState]) -> bool:
 
 
 class ProduceStrategy(abc.ABC):
+    """Decides how many groups to start, when, and when a batch is done. Subclass it for one of your own."""
+
     @abc.abstractmethod
     async def produce_batch(self, ctx: ProduceContext) -> ProduceBatchStatus:
         """Produce until the task's target is reached, a pause comes, or the model is too old."""
@@ -71,10 +85,17 @@ class ProduceStrategy(abc.ABC):
     def pending_task_count(self) -> int:
         return 0
 
+    def attempts(self) -> Iterator[Attempt]:
+        """The attempts being played, as far as it keeps them: for the message of a stalled run, and for those that a
+        pause waits for."""
+        return iter(())
+
 
 class ProduceStrategyConfig(Config, abc.ABC):
-    is_valid_sample_fn: IsValidSampleFn = default_is_valid_sample
-    should_continue_fn: ShouldContinueFn = default_should_continue
+    """Base of strategy configurations."""
+
+    is_valid_sample_fn: IsValidSampleFn = default_is_valid_sample_fn
+    should_continue_fn: ShouldContinueFn = default_should_continue_fn
 
     @abc.abstractmethod
     def build(self, *, sync_weights_interval: int = 1) -> ProduceStrategy: ...
@@ -83,6 +104,24 @@ class ProduceStrategyConfig(Config, abc.ABC):
         """When this task's groups expire, and what becomes of them."""
         return StaleRule(calculate_stale_threshold(0, sync_weights_interval), discard_expired=True)
 
+    def problems(self) -> Iterator[str]:
+        yield from _function_problems("is_valid_sample_fn", self.is_valid_sample_fn, "(samples) -> bool", [])
+        yield from _function_problems(
+            "should_continue_fn", self.should_continue_fn, "(completed_count, batch_size) -> bool", 0, 1
+        )
+
+
+def _function_problems(field: str, function: Callable[..., Any], called: str, *arguments: object) -> Iterator[str]:
+    name = dotted_name(function)
+    if inspect.iscoroutinefunction(function):
+        yield f"{field}: {name} is async; it is called as {called} and not awaited"
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        yield f"{field}: {name} is called as {called}: {error}"
+    except ValueError:
+        pass  # a function without a readable signature
+
 
 class PooledStrategy(ProduceStrategy):
     """Plays groups concurrently. Subclasses say how many and which."""
@@ -90,7 +129,7 @@ class PooledStrategy(ProduceStrategy):
     def __init__(
         self,
         *,
-        should_continue_fn: ShouldContinueFn = default_should_continue,
+        should_continue_fn: ShouldContinueFn = default_should_continue_fn,
         enable_partial_rollout: bool = False,
         max_tries: int | None = None,
         pause_timeout_s: float = 300.0,
@@ -112,26 +151,31 @@ class PooledStrategy(ProduceStrategy):
         started = loop.time()
         try:
             async with asyncio.timeout(self._pause_timeout_s):
-                await self._pending.drain(ctx.put_now, ctx.buffer.flush)
+                await self._pending.drain(ctx.store, ctx.buffer.flush)
         except TimeoutError:
-            await self._pending.cancel(ctx.put_generated_group)
+            await self._pending.cancel(ctx.store, ctx.buffer.flush)
         except asyncio.CancelledError:
             self._pending.abandon()
             raise
         return loop.time() - started
 
-    async def _start_groups(self, ctx: ProduceContext, n: int, statuses: Sequence[Status]) -> None:
+    def attempts(self) -> Iterator[Attempt]:
+        return self._pending.attempts()
+
+    async def start_groups(self, ctx: ProduceContext, n: int, statuses: Sequence[Status]) -> None:
         """Start up to n groups; stops when a pause begins. A sampled group is always scheduled, so none is lost."""
         for _ in range(n):
             if ctx.should_abort():
                 return
             group = await ctx.sample_group(statuses)
-            self._pending.schedule(group, self._play(ctx, group), ctx.changed)
+            attempt = ctx.begin(group, enable_partial_rollout=self._enable_partial_rollout, max_tries=self._max_tries)
+            self._pending.schedule(attempt, ctx.play(attempt), ctx.changed)
 
-    def _play(self, ctx: ProduceContext, group: Group) -> Any:
-        return ctx.generate_group(group, enable_partial_rollout=self._enable_partial_rollout, max_tries=self._max_tries)
+    async def store_finished(self, ctx: ProduceContext) -> int:
+        """Store what finished since the last time; returns how many groups, when they are durable."""
+        return await self._pending.store_finished(ctx.store, ctx.buffer.flush)
 
-    async def _wait_for_change(self, ctx: ProduceContext) -> None:
+    async def wait_for_change(self, ctx: ProduceContext) -> None:
         """Until a group finished, a pause begins, the available count changes, or nothing is pending any more.
 
         The manager's watchdog bounds this wait.
@@ -146,7 +190,7 @@ class PooledStrategy(ProduceStrategy):
             )
         )
 
-    def _should_continue(self, completed: int, target: int) -> bool:
+    def should_continue(self, completed: int, target: int) -> bool:
         try:
             return bool(self._should_continue_fn(completed, target))
         except Exception as error:
@@ -156,5 +200,5 @@ class PooledStrategy(ProduceStrategy):
 
 
 class PooledStrategyConfig(ProduceStrategyConfig, abc.ABC):
-    pause_timeout_s: float = pydantic.Field(default=300.0, gt=0)
+    pause_timeout_s: float = pydantic.Field(default=300.0, gt=0, allow_inf_nan=False)
     """How long a pause waits for what is pending before it cancels the rest."""

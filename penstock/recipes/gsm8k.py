@@ -11,14 +11,24 @@ model is small enough to try the recipe on a CPU, and too small to get far.
 from pathlib import Path
 from typing import Any
 
-from penstock.agent_loop import SingleTurnAgentLoopConfig
-from penstock.data import DatasetConfig, SamplerConfig
-from penstock.engine import EmbeddedEngineConfig
-from penstock.judger import final_number
-from penstock.learn import LossConfig, TrainWorkerConfig
-from penstock.produce import AgentLoopManagerConfig, TaskSpecConfig
-from penstock.rollout import RolloutState, SampleParams, new_rollout
-from penstock.trainer import EvaluatorConfig, JsonlTrackerConfig, RLColocateTrainerConfig, TensorBoardTrackerConfig
+from penstock import (
+    DatasetConfig,
+    EmbeddedEngineConfig,
+    EnginesConfig,
+    EvaluatorConfig,
+    JsonlTrackerConfig,
+    LossConfig,
+    RLColocateTrainerConfig,
+    RolloutState,
+    SampleParams,
+    SamplerConfig,
+    SingleTurnAgentLoopConfig,
+    TaskSpecConfig,
+    TensorBoardTrackerConfig,
+    TrainWorkerConfig,
+    final_number,
+    new_rollout,
+)
 
 
 def to_rollout(row: dict[str, Any]) -> RolloutState:
@@ -40,9 +50,9 @@ def gsm8k(path: str, repeat: int) -> TaskSpecConfig:
 
 trainer = RLColocateTrainerConfig(
     model="smollm2-135m",
-    engine=EmbeddedEngineConfig(max_running=64),
+    engines=EnginesConfig(engine=EmbeddedEngineConfig(max_running=64)),
     train=TrainWorkerConfig(lr=1e-6, warmup_steps=10, loss=LossConfig(clip_high=0.28)),
-    manager=AgentLoopManagerConfig(tasks=[gsm8k("gsm8k/train.jsonl", repeat=8)]),
+    tasks=[gsm8k("gsm8k/train.jsonl", repeat=8)],
     evaluator=EvaluatorConfig(tasks=[gsm8k("gsm8k/test.jsonl", repeat=1)], eval_sample_num=200),
     trackers=[JsonlTrackerConfig(), TensorBoardTrackerConfig()],
     total_steps=500,

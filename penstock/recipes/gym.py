@@ -6,14 +6,19 @@
 Needs the extra `gym`. The task here counts letters; set `name` to any other task of reasoning-gym, in both splits.
 """
 
-from penstock.agent_loop import SingleTurnAgentLoopConfig
-from penstock.data import ReasoningGymConfig, SamplerConfig
-from penstock.engine import EmbeddedEngineConfig
-from penstock.judger import reasoning_gym_score
-from penstock.learn import TrainWorkerConfig
-from penstock.produce import AgentLoopManagerConfig, TaskSpecConfig
-from penstock.rollout import SampleParams
-from penstock.trainer import EvaluatorConfig, RLColocateTrainerConfig
+from penstock import (
+    EmbeddedEngineConfig,
+    EnginesConfig,
+    EvaluatorConfig,
+    ReasoningGymConfig,
+    RLColocateTrainerConfig,
+    SampleParams,
+    SamplerConfig,
+    SingleTurnAgentLoopConfig,
+    TaskSpecConfig,
+    TrainWorkerConfig,
+    reasoning_gym_score,
+)
 
 letters = ReasoningGymConfig(
     name="letter_counting",
@@ -26,18 +31,16 @@ answer = SingleTurnAgentLoopConfig(sample_params=SampleParams(max_tokens=16))
 
 trainer = RLColocateTrainerConfig(
     model="smollm2-135m",
-    engine=EmbeddedEngineConfig(max_running=64),
+    engines=EnginesConfig(engine=EmbeddedEngineConfig(max_running=64)),
     train=TrainWorkerConfig(lr=1e-5),
-    manager=AgentLoopManagerConfig(
-        tasks=[
-            TaskSpecConfig(
-                task_name="letters",
-                sampler_config=SamplerConfig(dataset=letters, prompt_repeat_k=8),
-                agent_loop_config=answer,
-                judger_config=reasoning_gym_score,
-            )
-        ]
-    ),
+    tasks=[
+        TaskSpecConfig(
+            task_name="letters",
+            sampler_config=SamplerConfig(dataset=letters, prompt_repeat_k=8),
+            agent_loop_config=answer,
+            judger_config=reasoning_gym_score,
+        )
+    ],
     evaluator=EvaluatorConfig(
         tasks=[
             TaskSpecConfig(

@@ -6,14 +6,19 @@ A step asks 8 sums, 8 times each. The answer's last number is compared with the 
 better than its siblings. 100 pairs are held out; they are asked before, during and after training.
 """
 
-from penstock.agent_loop import SingleTurnAgentLoopConfig
-from penstock.data import AdditionConfig, SamplerConfig
-from penstock.engine import EmbeddedEngineConfig
-from penstock.judger import final_number
-from penstock.learn import TrainWorkerConfig
-from penstock.produce import AgentLoopManagerConfig, TaskSpecConfig
-from penstock.rollout import SampleParams
-from penstock.trainer import EvaluatorConfig, RLColocateTrainerConfig
+from penstock import (
+    AdditionConfig,
+    EmbeddedEngineConfig,
+    EnginesConfig,
+    EvaluatorConfig,
+    RLColocateTrainerConfig,
+    SampleParams,
+    SamplerConfig,
+    SingleTurnAgentLoopConfig,
+    TaskSpecConfig,
+    TrainWorkerConfig,
+    final_number,
+)
 
 answer = SingleTurnAgentLoopConfig(sample_params=SampleParams(max_tokens=12))
 
@@ -33,9 +38,9 @@ held_out = TaskSpecConfig(
 
 trainer = RLColocateTrainerConfig(
     model="smollm2-135m",
-    engine=EmbeddedEngineConfig(max_running=64, dtype="auto"),
+    engines=EnginesConfig(engine=EmbeddedEngineConfig(max_running=64, dtype="auto")),
     train=TrainWorkerConfig(lr=1e-5, dtype="auto"),
-    manager=AgentLoopManagerConfig(tasks=[addition]),
+    tasks=[addition],
     evaluator=EvaluatorConfig(tasks=[held_out], greedy=True),
     total_steps=25,
     train_batch_size=8,

@@ -6,14 +6,20 @@ The task of `quickstart`, in float32. The engine has a process of its own: it go
 trains, up to one step ahead, and an answer that a weight sync interrupts continues under the new weights.
 """
 
-from penstock.agent_loop import SingleTurnAgentLoopConfig
-from penstock.data import AdditionConfig, SamplerConfig
-from penstock.engine import EmbeddedEngineConfig
-from penstock.judger import final_number
-from penstock.learn import TrainWorkerConfig
-from penstock.produce import AgentLoopManagerConfig, AsyncProduceStrategyConfig, TaskSpecConfig
-from penstock.rollout import SampleParams
-from penstock.trainer import EvaluatorConfig, RLDisaggregatedTrainerConfig
+from penstock import (
+    AdditionConfig,
+    AsyncProduceStrategyConfig,
+    EmbeddedEngineConfig,
+    EnginesConfig,
+    EvaluatorConfig,
+    RLDisaggregatedTrainerConfig,
+    SampleParams,
+    SamplerConfig,
+    SingleTurnAgentLoopConfig,
+    TaskSpecConfig,
+    TrainWorkerConfig,
+    final_number,
+)
 
 answer = SingleTurnAgentLoopConfig(sample_params=SampleParams(max_tokens=12))
 
@@ -36,9 +42,9 @@ held_out = TaskSpecConfig(
 
 trainer = RLDisaggregatedTrainerConfig(
     model="smollm2-135m",
-    engine=EmbeddedEngineConfig(max_running=64, process=True),
+    engines=EnginesConfig(engine=EmbeddedEngineConfig(max_running=64, process=True)),
     train=TrainWorkerConfig(lr=1e-5),
-    manager=AgentLoopManagerConfig(tasks=[addition]),
+    tasks=[addition],
     evaluator=EvaluatorConfig(tasks=[held_out], greedy=True),
     total_steps=25,
     train_batch_size=8,

@@ -2,19 +2,25 @@
 
     make setup-vllm
     penstock train quickstart-vllm
-    penstock train quickstart-vllm --set num_engines=2
+    penstock train quickstart-vllm --set engines.num_engines=2
 
 The task of `quickstart-async`. vLLM makes the answers in a process of its own, in bfloat16.
 """
 
-from penstock.agent_loop import SingleTurnAgentLoopConfig
-from penstock.data import AdditionConfig, SamplerConfig
-from penstock.engine import VllmEngineConfig
-from penstock.judger import final_number
-from penstock.learn import TrainWorkerConfig
-from penstock.produce import AgentLoopManagerConfig, AsyncProduceStrategyConfig, TaskSpecConfig
-from penstock.rollout import SampleParams
-from penstock.trainer import EvaluatorConfig, RLDisaggregatedTrainerConfig
+from penstock import (
+    AdditionConfig,
+    AsyncProduceStrategyConfig,
+    EnginesConfig,
+    EvaluatorConfig,
+    RLDisaggregatedTrainerConfig,
+    SampleParams,
+    SamplerConfig,
+    SingleTurnAgentLoopConfig,
+    TaskSpecConfig,
+    TrainWorkerConfig,
+    VllmEngineConfig,
+    final_number,
+)
 
 answer = SingleTurnAgentLoopConfig(sample_params=SampleParams(max_tokens=12))
 
@@ -37,9 +43,9 @@ held_out = TaskSpecConfig(
 
 trainer = RLDisaggregatedTrainerConfig(
     model="smollm2-135m",
-    engine=VllmEngineConfig(dtype="bfloat16", max_running=64, max_context=256, kv_cache_gb=0.5),
+    engines=EnginesConfig(engine=VllmEngineConfig(dtype="bfloat16", max_running=64, max_context=256, kv_cache_gb=0.5)),
     train=TrainWorkerConfig(lr=2e-5),
-    manager=AgentLoopManagerConfig(tasks=[addition]),
+    tasks=[addition],
     evaluator=EvaluatorConfig(tasks=[held_out], greedy=True),
     total_steps=25,
     train_batch_size=8,

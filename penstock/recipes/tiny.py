@@ -6,32 +6,35 @@ For a first look, for tests, and for trying out a change: the whole pipeline wit
 download. The model is made on the spot and answers about every third word right. Two runs give the same weights.
 """
 
-from penstock.agent_loop import SingleTurnAgentLoopConfig
-from penstock.data import ReverseWordConfig, SamplerConfig
-from penstock.engine import EmbeddedEngineConfig
-from penstock.judger import exact_match
-from penstock.learn import TrainWorkerConfig
-from penstock.produce import AgentLoopManagerConfig, TaskSpecConfig
-from penstock.rollout import SampleParams
-from penstock.trainer import EvaluatorConfig, RLColocateTrainerConfig
+from penstock import (
+    EmbeddedEngineConfig,
+    EnginesConfig,
+    EvaluatorConfig,
+    ReverseWordConfig,
+    RLColocateTrainerConfig,
+    SampleParams,
+    SamplerConfig,
+    SingleTurnAgentLoopConfig,
+    TaskSpecConfig,
+    TrainWorkerConfig,
+    exact_match,
+)
 
 words = ReverseWordConfig(template="{word}>", alphabet="abcdefgh", min_length=4, max_length=6, held_out=400)
 answer = SingleTurnAgentLoopConfig(sample_params=SampleParams(max_tokens=8))
 
 trainer = RLColocateTrainerConfig(
     model="tiny",
-    engine=EmbeddedEngineConfig(max_running=128),
+    engines=EnginesConfig(engine=EmbeddedEngineConfig(max_running=128)),
     train=TrainWorkerConfig(lr=1e-3),
-    manager=AgentLoopManagerConfig(
-        tasks=[
-            TaskSpecConfig(
-                task_name="reverse",
-                sampler_config=SamplerConfig(dataset=words, prompt_repeat_k=8),
-                agent_loop_config=answer,
-                judger_config=exact_match,
-            )
-        ]
-    ),
+    tasks=[
+        TaskSpecConfig(
+            task_name="reverse",
+            sampler_config=SamplerConfig(dataset=words, prompt_repeat_k=8),
+            agent_loop_config=answer,
+            judger_config=exact_match,
+        )
+    ],
     evaluator=EvaluatorConfig(
         tasks=[
             TaskSpecConfig(

@@ -6,38 +6,42 @@ The engine has a process of its own and goes on making answers while the trainer
 interrupts continues under the new weights; every token keeps the version and the logprob of the weights that made it.
 """
 
-from penstock.agent_loop import SingleTurnAgentLoopConfig
-from penstock.data import ReverseWordConfig, SamplerConfig
-from penstock.engine import EmbeddedEngineConfig
-from penstock.judger import exact_match
-from penstock.learn import TrainWorkerConfig
-from penstock.produce import AgentLoopManagerConfig, AsyncProduceStrategyConfig, TaskSpecConfig
-from penstock.rollout import SampleParams
-from penstock.trainer import EvaluatorConfig, RLDisaggregatedTrainerConfig
+from penstock import (
+    AsyncProduceStrategyConfig,
+    EmbeddedEngineConfig,
+    EnginesConfig,
+    EvaluatorConfig,
+    ReverseWordConfig,
+    RLDisaggregatedTrainerConfig,
+    SampleParams,
+    SamplerConfig,
+    SingleTurnAgentLoopConfig,
+    TaskSpecConfig,
+    TrainWorkerConfig,
+    exact_match,
+)
 
 words = ReverseWordConfig(template="{word}>", alphabet="abcdefgh", min_length=4, max_length=6, held_out=400)
 answer = SingleTurnAgentLoopConfig(sample_params=SampleParams(max_tokens=8))
 
 trainer = RLDisaggregatedTrainerConfig(
     model="tiny",
-    engine=EmbeddedEngineConfig(max_running=128, process=True),
+    engines=EnginesConfig(engine=EmbeddedEngineConfig(max_running=128, process=True)),
     train=TrainWorkerConfig(lr=1e-3),
-    manager=AgentLoopManagerConfig(
-        tasks=[
-            TaskSpecConfig(
-                task_name="reverse",
-                sampler_config=SamplerConfig(dataset=words, prompt_repeat_k=8),
-                agent_loop_config=answer,
-                judger_config=exact_match,
-                produce_strategy_config=AsyncProduceStrategyConfig(
-                    over_sample_threshold=0.25,
-                    enable_partial_rollout=True,
-                    max_staleness=1,
-                    tail_batch_trigger_size=0,
-                ),
-            )
-        ]
-    ),
+    tasks=[
+        TaskSpecConfig(
+            task_name="reverse",
+            sampler_config=SamplerConfig(dataset=words, prompt_repeat_k=8),
+            agent_loop_config=answer,
+            judger_config=exact_match,
+            produce_strategy_config=AsyncProduceStrategyConfig(
+                over_sample_threshold=0.25,
+                enable_partial_rollout=True,
+                max_staleness=1,
+                tail_batch_trigger_size=0,
+            ),
+        )
+    ],
     evaluator=EvaluatorConfig(
         tasks=[
             TaskSpecConfig(

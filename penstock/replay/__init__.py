@@ -3,8 +3,9 @@
 from penstock.replay.buffer import ReplayBuffer
 from penstock.replay.config import ReplayBufferConfig
 from penstock.replay.ledger import LEDGER_FILE, Ledger, has_ledger
-from penstock.replay.lifecycle import Conservation, DiscardReason, GroupState, Lifecycle, Transition
+from penstock.replay.lifecycle import WAITING, Conservation, DiscardReason, GroupState, Lifecycle, Transition
 from penstock.replay.restore import Restored
+from penstock.replay.search import Asked, find_groups
 from penstock.replay.signal import Signal
 from penstock.replay.staleness import (
     StaleRule,
@@ -18,6 +19,8 @@ from penstock.replay.story import group_story, ledger_summary, render_story, ren
 
 __all__ = [
     "LEDGER_FILE",
+    "WAITING",
+    "Asked",
     "Conservation",
     "DiscardReason",
     "GroupState",
@@ -33,6 +36,7 @@ __all__ = [
     "Transition",
     "calculate_seq_staleness",
     "calculate_stale_threshold",
+    "find_groups",
     "group_staleness",
     "group_story",
     "has_ledger",

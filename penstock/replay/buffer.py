@@ -10,13 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from penstock.errors import IllegalTransition, LedgerError, NotReady
+from penstock.ports import FinishedTurn
 from penstock.replay.accounting import TokenAccount
-from penstock.replay.lifecycle import Conservation, DiscardReason, GroupState, Lifecycle, Transition
-from penstock.replay.restore import Restored
+from penstock.replay.lifecycle import WAITING, Conservation, DiscardReason, GroupState, Lifecycle, Transition
+from penstock.replay.restore import HeldGroup, Restored
 from penstock.replay.shelf import Entry, Order, Shelf
 from penstock.replay.signal import Signal
 from penstock.replay.staleness import StaleRule
 from penstock.replay.storage import MemoryStorage, Storage
+from penstock.replay.turns import put_back_turns
 from penstock.rollout import (
     Group,
     RolloutState,
@@ -26,14 +28,6 @@ from penstock.rollout import (
     get_group_status,
     reset_rollout_response,
 )
-
-WAITING = {
-    Status.COMPLETED: GroupState.COMPLETED,
-    Status.ABORTED: GroupState.ABORTED,
-    Status.EXPIRED: GroupState.EXPIRED,
-    Status.MAX_TRIES: GroupState.MAX_TRIES,
-}
-"""The statuses under which a group can wait, and the state that is."""
 
 MAX_DETAIL = 500
 """Characters of the failures that are kept with a discarded group."""
@@ -53,7 +47,7 @@ class ReplayBuffer:
         self._train_step = 0
         """The latest consumer's step that staleness was looked at for."""
         self.changed = Signal()
-        """Notified whenever a group arrives at or leaves a waiting state."""
+        """Notified whenever a group arrives at or leaves a waiting state, or ends, and by nobody else."""
         self.tokens = TokenAccount()
 
     # Drawing and retrying: into RUNNING.
@@ -87,6 +81,19 @@ class ReplayBuffer:
             self.changed.notify()
         return groups
 
+    async def append(self, turn: FinishedTurn, *, durable: bool = False) -> None:
+        """Keep a finished turn of a group that is being played: a `TurnLog`. Waits for the disk only if `durable`.
+
+        A restart gives it back to its rollout, unless the group was stored or discarded since. Raises
+        IllegalTransition, with the group's story, when it is not the turn of a RUNNING group.
+        """
+        entry = self._running(turn.group_id, turn.task_name)
+        if not entry.has_rollout(turn.rollout_id):
+            raise IllegalTransition(f"group {turn.group_id!r} has no rollout {turn.rollout_id!r}: {entry.story}")
+        self._storage.record_turn(entry.sequence, turn)
+        if durable:
+            await self.flush()
+
     # Finishing: out of RUNNING.
 
     def put(
@@ -97,7 +104,7 @@ class ReplayBuffer:
         `model_step` is that of the attempt's start and fills missing token versions. `stale_threshold` is the task's
         whole rule, or a number where expired groups wait and no token is masked. It is durable after the next `flush`.
         """
-        entry = self._running(group, task)
+        entry = self._running(group[0].group_id, task)
         for rollout in group:
             fill_model_steps(rollout, model_step)
         entry.group = group
@@ -114,7 +121,7 @@ class ReplayBuffer:
 
     def discard(self, group: Group, task: str, reason: DiscardReason, *, train_step: int = 0) -> None:
         """End a running group for a reason; nothing of it is held any more."""
-        entry = self._running(group, task)
+        entry = self._running(group[0].group_id, task)
         entry.group = group
         self._count_tokens(entry)
         self._discard(entry, reason, train_step, detail=_failures(group))
@@ -123,11 +130,7 @@ class ReplayBuffer:
     def forget_response(self, rollout: RolloutState, why: str) -> int:
         """Drop a running rollout's answer to make it again; its tokens count as wasted. Returns how many."""
         n = rollout.num_tokens
-        entry = self._entries[rollout.group_id]
-        if n:
-            entry.waste(why, n)
-            self.tokens.held -= n
-            self.tokens.wasted[why] += n
+        self._waste(self._entries[rollout.group_id], why, n)
         reset_rollout_response(rollout)
         return n
 
@@ -144,27 +147,34 @@ class ReplayBuffer:
         """Lease the asked number of completed groups per task, in replay order; all or nothing.
 
         Never waits: `wait_ready` does. A leased group returns if this process dies or the step fails;
-        it is gone only after `commit`. Raises NotReady with the counts per task when one has too few.
+        it is gone only after `commit`. Raises NotReady with the counts per task when one has too few, and
+        IllegalTransition, nothing leased, when the step has a batch already or a group is too stale for it.
         """
+        if train_step in self._leases:
+            raise IllegalTransition(
+                f"train step {train_step} has a batch of {len(self._leases[train_step])} groups already; "
+                "commit it or give it back before the next one is taken"
+            )
         if not self.is_ready(sizes):
             counts = {task: f"{self.count(task, Status.COMPLETED)} of {n}" for task, n in sizes.items()}
             raise NotReady(f"train step {train_step}: completed groups per task: {counts}")
-        batch: dict[str, list[Group]] = {}
-        leased = self._leases.setdefault(train_step, [])
-        for task, n in sizes.items():
-            shelf = self._shelf(task, GroupState.COMPLETED)
-            batch[task] = []
-            for _ in range(n):
-                entry = shelf.pop_first()
-                self._move(entry, GroupState.LEASED, train_step=train_step)
-                leased.append(entry)
-                batch[task].append(entry.group)
+        taken = [entry for task, n in sizes.items() for entry in self._shelf(task, GroupState.COMPLETED).take_first(n)]
+        self._require_fresh(taken, train_step)
+        batch: dict[str, list[Group]] = {task: [] for task in sizes}
+        for entry in taken:
+            self._move(entry, GroupState.LEASED, train_step=train_step)
+            batch[entry.task].append(entry.group)
+        self._leases[train_step] = taken
         self.changed.notify()
         return batch
 
     def commit(self, train_step: int) -> None:
-        """The step is done: its leased groups are TRAINED."""
-        for entry in self._leases.pop(train_step, []):
+        """The step is done: its leased groups are TRAINED. Raises IllegalTransition when it has no batch."""
+        if train_step not in self._leases:
+            raise IllegalTransition(
+                f"train step {train_step} has no batch to commit: none was taken, or it was committed or given back"
+            )
+        for entry in self._leases.pop(train_step):
             self._move(entry, GroupState.TRAINED, train_step=train_step)
             self.tokens.trained += entry.tokens
             self.tokens.held -= entry.tokens
@@ -273,7 +283,7 @@ class ReplayBuffer:
             self._entries[entry.group_id] = entry
             if held.state in (GroupState.RUNNING, GroupState.LEASED, GroupState.TRAINED):
                 returned[held.state] += 1
-            self._give_back(entry)
+            self._give_back(entry, held)
             entry.expires_at = entry.first_expiry(held)
             assert entry.state is not None
             self._shelf(entry.task, entry.state).add(entry)
@@ -288,24 +298,33 @@ class ReplayBuffer:
             shelf = self._shelves[task, state] = Shelf(self._order)
         return shelf
 
-    def _running(self, group: Group, task: str) -> Entry:
-        entry = self._entries.get(group[0].group_id)
+    def _running(self, group_id: str, task: str) -> Entry:
+        entry = self._entries.get(group_id)
         if entry is None or entry.state is not GroupState.RUNNING or entry.task != task:
             story = entry.story if entry is not None else "not held: never drawn, or already trained or discarded"
-            raise IllegalTransition(f"group {group[0].group_id!r} of task {task!r} is not running: {story}")
+            raise IllegalTransition(f"group {group_id!r} of task {task!r} is not running: {story}")
         return entry
 
-    def _give_back(self, entry: Entry) -> None:
+    def _require_fresh(self, taken: Iterable[Entry], train_step: int) -> None:
+        """Staleness is asserted where a batch is consumed, whoever should have expired the group before."""
+        stale = [entry for entry in taken if entry.expires_at <= train_step]
+        if not stale:
+            return
+        for entry in taken:
+            self._shelf(entry.task, GroupState.COMPLETED).add(entry)
+        raise IllegalTransition(
+            f"group {stale[0].group_id!r} is too stale for train step {train_step} (the last one it could serve is "
+            f"{stale[0].expires_at - 1}); refresh the staleness before a batch is taken. Its story: {stale[0].story}"
+        )
+
+    def _give_back(self, entry: Entry, held: HeldGroup) -> None:
         """Bring a group that a restart found to the state in which it waits."""
         if entry.state is GroupState.RUNNING:
-            dropped = Status.EXPIRED in entry.statuses
-            if dropped:
-                # They were being made again; what they had is as stale as before.
-                for rollout in entry.group:
-                    if rollout.status is Status.EXPIRED:
-                        self.forget_response(rollout, "re_rolled")
+            changed = Status.EXPIRED in entry.statuses or bool(held.turns)
+            if changed:
+                self._give_back_turns(entry, held)
             entry.interrupt()
-            self._move(entry, GroupState.ABORTED, train_step=self._train_step, content=dropped)
+            self._move(entry, GroupState.ABORTED, train_step=self._train_step, content=changed)
         elif entry.state in (GroupState.LEASED, GroupState.TRAINED):
             self._move(entry, GroupState.COMPLETED, train_step=self._train_step)
         elif entry.state is GroupState.ABORTED:
@@ -313,6 +332,19 @@ class ReplayBuffer:
             target = WAITING[get_group_status(entry.group)]
             if target is not GroupState.ABORTED:
                 self._move(entry, target, train_step=self._train_step)
+
+    def _give_back_turns(self, entry: Entry, held: HeldGroup) -> None:
+        """What the rollouts of a running group had, and the turns that they finished since."""
+        for rollout in entry.group:
+            if rollout.status is Status.COMPLETED:
+                continue
+            if rollout.status is Status.EXPIRED:
+                # It was being made again; what it had is as stale as before.
+                self.forget_response(rollout, "re_rolled")
+            rows = [row for row in held.turns if row.rollout_id == rollout.rollout_id]
+            gone = put_back_turns(rollout, rows, model_step=max(0, held.train_step - 1)) if rows else 0
+            self._waste(entry, "aborted", gone)
+        self._count_tokens(entry)
 
     def _shelve(self, entry: Entry, train_step: int) -> Status:
         """Apply staleness and put the entry where its status belongs, moving it if that differs from its state."""
@@ -334,6 +366,12 @@ class ReplayBuffer:
         self.tokens.wasted[reason.value] += entry.tokens
         self.tokens.held -= entry.tokens
         del self._entries[entry.group_id]
+
+    def _waste(self, entry: Entry, why: str, n: int) -> None:
+        if n:
+            entry.waste(why, n)
+            self.tokens.held -= n
+            self.tokens.wasted[why] += n
 
     def _count_tokens(self, entry: Entry) -> None:
         now = count_tokens(entry.group)

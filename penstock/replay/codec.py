@@ -7,13 +7,27 @@ the group's state.
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.rollout import Failure, FinishReason, Group, Prompt, RolloutState, Status, Tokens, Turn, Verdict, linear
+from penstock.ports import FinishedTurn
+from penstock.rollout import (
+    NO_TOKENS,
+    ROOT,
+    WHOLE,
+    Failure,
+    FinishReason,
+    Group,
+    Prompt,
+    RolloutState,
+    Segment,
+    Status,
+    Tokens,
+    Turn,
+    Verdict,
+)
 
 _LETTERS = {
     Status.INIT: "i",
@@ -26,17 +40,37 @@ _LETTERS = {
 }
 _STATUSES = {letter: status for status, letter in _LETTERS.items()}
 
-Column = int | float | str | None
+Steps = tuple[tuple[int, int], ...]
+
+
+class StoredSegment(msgspec.Struct, array_like=True, gc=False):
+    ids: bytes
+    logprobs: bytes
+    mask: bytes
+    steps: Steps
+    parent: int
+    start: int
+
+    @classmethod
+    def of(cls, segment: Segment) -> StoredSegment:
+        tokens = segment.tokens
+        return cls(tokens.ids, tokens.logprobs, tokens.mask, tokens.steps, segment.parent, segment.start)
+
+    def segment(self) -> Segment:
+        return Segment(Tokens(self.ids, self.logprobs, self.mask, self.steps), self.parent, self.start)
 
 
 class StoredRollout(msgspec.Struct, array_like=True, gc=False):
-    """One rollout without prompt, group and status. New fields go to the end, with a default."""
+    """One rollout without prompt, group and status. New fields go to the end, with a default.
+
+    The tokens of an answer that never branched are its own fields; `segments` are those of any other.
+    """
 
     rollout_id: str
     ids: bytes
     logprobs: bytes
     mask: bytes
-    steps: tuple[tuple[int, int], ...]
+    steps: Steps
     response_text: str
     turns: tuple[Turn, ...]
     finish_reason: FinishReason | None
@@ -46,6 +80,12 @@ class StoredRollout(msgspec.Struct, array_like=True, gc=False):
     data_failures: int
     group_generate_time_s: float
     error: Failure | None
+    segments: tuple[StoredSegment, ...] = ()
+
+    def all_segments(self) -> tuple[Segment, ...]:
+        if self.segments:
+            return tuple([segment.segment() for segment in self.segments])
+        return (Segment(Tokens(self.ids, self.logprobs, self.mask, self.steps)),) if self.mask else ()
 
 
 class StoredDraw(msgspec.Struct, array_like=True, gc=False):
@@ -55,14 +95,40 @@ class StoredDraw(msgspec.Struct, array_like=True, gc=False):
     rollout_ids: list[str]
 
 
+class StoredTurn(msgspec.Struct, array_like=True, gc=False):
+    """A finished turn with its tokens. New fields go to the end, with a default."""
+
+    turn: Turn
+    ids: bytes
+    logprobs: bytes
+    mask: bytes
+    steps: Steps
+    parent: int = ROOT
+    start: int = WHOLE
+
+    @property
+    def tokens(self) -> Tokens:
+        return Tokens(self.ids, self.logprobs, self.mask, self.steps)
+
+
 _encoder = msgspec.msgpack.Encoder()
 _encode = _encoder.encode
 _draw_decoder = msgspec.msgpack.Decoder(StoredDraw)
-_rollouts_decoder = msgspec.msgpack.Decoder(list[StoredRollout])
+rollouts_decoder = msgspec.msgpack.Decoder(list[StoredRollout])
+decode_turn = msgspec.msgpack.Decoder(StoredTurn).decode
 
 
 def encode_draw(group: Group) -> bytes:
     return _encode(StoredDraw(group[0].prompt, [rollout.rollout_id for rollout in group]))
+
+
+def encode_turn(finished: FinishedTurn) -> bytes:
+    tokens = finished.tokens
+    return _encode(
+        StoredTurn(
+            finished.turn, tokens.ids, tokens.logprobs, tokens.mask, tokens.steps, finished.parent, finished.start
+        )
+    )
 
 
 class RolloutsEncoder:
@@ -72,29 +138,35 @@ class RolloutsEncoder:
         self._buffer = bytearray()
 
     def encode(self, group: Group) -> bytes:
-        _encoder.encode_into(
-            [
-                StoredRollout(
-                    rollout.rollout_id,
-                    (tokens := rollout.response).ids,
-                    tokens.logprobs,
-                    tokens.mask,
-                    tokens.steps,
-                    rollout.response_text,
-                    rollout.turns,
-                    rollout.finish_reason,
-                    rollout.reward,
-                    rollout.num_tries,
-                    rollout.infrastructure_failures,
-                    rollout.data_failures,
-                    rollout.group_generate_time_s,
-                    rollout.error,
-                )
-                for rollout in group
-            ],
-            self._buffer,
-        )
+        _encoder.encode_into([_stored(rollout) for rollout in group], self._buffer)
         return bytes(self._buffer)
+
+
+def _stored(rollout: RolloutState) -> StoredRollout:
+    segments = rollout.segments
+    tokens = NO_TOKENS
+    branched: tuple[StoredSegment, ...] = ()
+    if len(segments) == 1 and segments[0].start == WHOLE and segments[0].tokens.mask:  # nearly all are
+        tokens = segments[0].tokens
+    elif segments:
+        branched = tuple([StoredSegment.of(segment) for segment in segments])
+    return StoredRollout(
+        rollout.rollout_id,
+        tokens.ids,
+        tokens.logprobs,
+        tokens.mask,
+        tokens.steps,
+        rollout.response_text,
+        rollout.turns,
+        rollout.finish_reason,
+        rollout.reward,
+        rollout.num_tries,
+        rollout.infrastructure_failures,
+        rollout.data_failures,
+        rollout.group_generate_time_s,
+        rollout.error,
+        branched,
+    )
 
 
 def encode_rollouts(group: Group) -> bytes:
@@ -124,7 +196,7 @@ class StoredGroup(msgspec.Struct, frozen=True, gc=False):
                 prompt=drawn.prompt,
                 rollout_id=stored.rollout_id,
                 status=status,
-                segments=linear(Tokens(stored.ids, stored.logprobs, stored.mask, stored.steps)),
+                segments=stored.all_segments(),
                 response_text=stored.response_text,
                 turns=stored.turns,
                 finish_reason=stored.finish_reason,
@@ -136,7 +208,7 @@ class StoredGroup(msgspec.Struct, frozen=True, gc=False):
                 error=stored.error,
                 **self._identity(),
             )
-            for stored, status in zip(_rollouts_decoder.decode(self.rollouts), statuses, strict=True)
+            for stored, status in zip(rollouts_decoder.decode(self.rollouts), statuses, strict=True)
         ]
 
     def _identity(self) -> dict[str, Any]:
@@ -172,22 +244,3 @@ def model_steps(group: Group) -> ModelSteps:
         return ModelSteps(step, step, step)
     newest = [max(steps)[0] for steps in different if steps]
     return ModelSteps(min(made), min(newest), max(made))
-
-
-def checksum(*columns: Column) -> int:
-    """CRC-32 over a row's columns."""
-    return zlib.crc32(_encode(columns))
-
-
-def seal(row: tuple[Column, ...]) -> tuple[Column, ...]:
-    """The row with its checksum."""
-    return (*row, zlib.crc32(_encode(row)))
-
-
-def content_checksum(content: bytes, *columns: Column) -> int:
-    crc = zlib.crc32(_encode(columns))
-    # In pieces: over more than 5 KB zlib lets other threads run, and to get its turn back costs more than the sum.
-    view = memoryview(content)
-    for start in range(0, len(content), 4096):
-        crc = zlib.crc32(view[start : start + 4096], crc)
-    return crc

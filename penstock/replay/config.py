@@ -15,6 +15,8 @@ from penstock.replay.storage import MemoryStorage
 
 
 class ReplayBufferConfig(Config):
+    """Where groups wait for training, and in which order."""
+
     order: Order = "fifo"
     """Which completed group is trained first: the first drawn, or the one that expires first."""
     storage: Literal["memory", "sqlite"] = "memory"

@@ -2,7 +2,8 @@
 
 One file, `ledger.sqlite`, in the run directory; one process, held by a lock; one writer. A transition, the content it
 brings and the sampler's cursor are rows of one transaction. What is recorded is encoded at once, because groups go on
-changing; it is durable when `flush` returns.
+changing; it is durable when `flush` returns. Finished turns of groups that are being played are rows beside them, in
+the same order.
 """
 
 from __future__ import annotations
@@ -11,65 +12,45 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
-
-import msgspec
+from typing import Self
 
 from penstock.errors import LedgerError, StorageError
+from penstock.ports import FinishedTurn
 from penstock.replay import codec, schema, wal
 from penstock.replay.disk import Connection, Disk, SqliteDisk
+from penstock.replay.jobs import PRUNED_AT_ONCE, AppendTurn, Job, Prune, Restart, Write, apply
 from penstock.replay.lifecycle import GroupState, Transition
 from penstock.replay.lock import RunLock
+from penstock.replay.migrations import migrate
 from penstock.replay.restore import Snapshot, check_lineage, last_event, read_snapshot
+from penstock.replay.schema import (
+    DRAWS,
+    EVENTS,
+    GROUPS,
+    RESTORES,
+    ROLLOUTS,
+    TURNS,
+    WASTE,
+    CursorRow,
+    DrawRow,
+    EventRow,
+    GroupRow,
+    RestoreRow,
+    RolloutsRow,
+    TurnRow,
+    WasteRow,
+)
+from penstock.replay.table import DAMAGE, damaged
 from penstock.replay.writer import InlineWriter, ThreadWriter, Writer
 from penstock.rollout import Group
 
 LEDGER_FILE = "ledger.sqlite"
 LOCK_FILE = "ledger.lock"
-PRUNED_AT_ONCE = 256
-"""Groups whose content is dropped in one transaction; bounds how long that makes a finished group wait."""
-
 STATE_NAMES = {state: state.value for state in GroupState}
 """As plain strings: SQLite looks longer at a member of an enumeration."""
-
-Row = tuple[Any, ...]
-
-
-class Write(msgspec.Struct, frozen=True, gc=False):
-    """One transition as rows."""
-
-    event: Row
-    group: Row
-    source: str | None
-    draw: Row | None = None
-    rollouts: Row | None = None
-    cursor: tuple[str, int] | None = None
-    """Without its checksum: only the last one of a transaction is written."""
-    waste: tuple[Row, ...] = ()
-    size: int = 0
-
-
-class Restart(msgspec.Struct, frozen=True, gc=False):
-    """The run was restarted from a checkpoint."""
-
-    row: Row
-    size: int = 0
-
-
-class Prune(msgspec.Struct):
-    """Drop the contents of the next groups that need none any more, in order of their drawing."""
-
-    checkpoint_step: int
-    after: int
-    dropped: list[int] = []
-    """Filled in when it is written."""
-    size: int = 0
-
-
-Job = Write | Restart | Prune
 
 
 class Ledger:
@@ -97,6 +78,12 @@ class Ledger:
         self._loaded = self._position == 0
         self._restart: Restart | None = None
         self._rollouts = codec.RolloutsEncoder()
+        self._last_events: dict[int, int] = {}
+        """Of each group that may still move."""
+        self._with_turns: set[int] = set()
+        """The groups that have rows among the turns."""
+        self._turns = 0
+        """The id of the last turn."""
 
     @classmethod
     def open(
@@ -127,8 +114,9 @@ class Ledger:
                 schema.create(connection, run_id=secrets.token_hex(8), created=_iso(clock()))
                 _sync_directory(run_dir)
             else:
-                schema.migrate(connection, path)
+                schema.check_format(connection, path)
                 schema.check_structure(connection, path)
+                migrate(connection, path)
                 # A log begun anew: what two torn ends in a row leave behind could look like damage.
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             return cls(connection, lock, path, threaded=threaded, clock=clock, flush_timeout_s=flush_timeout_s)
@@ -138,8 +126,8 @@ class Ledger:
             lock.release()
             if isinstance(error, sqlite3.OperationalError | OSError):
                 raise StorageError(f"{path} cannot be opened: {error}") from error
-            if isinstance(error, schema.DAMAGE):
-                raise schema.damaged(path, str(error)) from error
+            if isinstance(error, DAMAGE):
+                raise damaged(path, str(error)) from error
             raise
 
     @property
@@ -159,13 +147,17 @@ class Ledger:
             if position is not None:
                 check_lineage(self._connection, checkpoint_step, position, self.path)
             snapshot = read_snapshot(self._connection, checkpoint_step, self.path)
-        except schema.DAMAGE as error:
-            raise schema.damaged(self.path, f"{type(error).__name__}: {error}") from error
+        except DAMAGE as error:
+            raise damaged(self.path, f"{type(error).__name__}: {error}") from error
         self._loaded = True
+        self._last_events = {held.sequence: held.event for held in snapshot.held}
+        self._with_turns = {held.sequence for held in snapshot.held if held.turns}
+        self._turns = max((turn.id for held in snapshot.held for turn in held.turns), default=0)
         if self._position:
             (number,) = self._connection.execute("SELECT coalesce(max(id), 0) + 1 FROM restores").fetchone()
             # Recorded with the first move that follows from it: a restart that was refused leaves no trace.
-            self._restart = Restart(codec.seal((number, self._position, checkpoint_step, self._clock())))
+            row = RestoreRow(number, self._position, checkpoint_step, self._clock())
+            self._restart = Restart(RESTORES.seal(row))
         return snapshot
 
     def record(self, transition: Transition, group: Group | None = None, cursor: int | None = None) -> None:
@@ -176,6 +168,20 @@ class Ledger:
             self._restart = None
         self._submit(self._encode(transition, group, cursor))
         self._position += 1
+        if transition.target is GroupState.TRAINED or transition.target is GroupState.DISCARDED:
+            # No move of this process leaves these.
+            del self._last_events[transition.sequence]
+        else:
+            self._last_events[transition.sequence] = self._position
+        if self._with_turns and transition.source is GroupState.RUNNING:
+            self._with_turns.discard(transition.sequence)
+
+    def record_turn(self, sequence: int, turn: FinishedTurn) -> None:
+        self._turns += 1
+        content = codec.encode_turn(turn)
+        row = TURNS.seal(TurnRow(self._turns, sequence, turn.rollout_id, turn.index, content))
+        self._submit(AppendTurn(sequence, row, len(content)))
+        self._with_turns.add(sequence)
 
     async def flush(self) -> None:
         if self._writer is not None:
@@ -218,36 +224,36 @@ class Ledger:
         sequence, task, train_step = transition.sequence, transition.task, transition.train_step
         event, tokens, target = self._position + 1, transition.tokens, STATE_NAMES[transition.target]
         reason = transition.reason.value if transition.reason is not None else None
+        previous = self._last_events.get(sequence)
         draw = rollouts = drawn_to = oldest = newest = None
         size = 0
         if cursor is not None:
             assert group is not None, "a draw brings its group"
             content = codec.encode_draw(group)
-            draw = (sequence, content, codec.content_checksum(content, sequence))
-            drawn_to = (task, cursor)
+            draw = DRAWS.seal(DrawRow(sequence, content))
+            drawn_to = CursorRow(task, cursor)
             size = len(content)
         elif group is not None:
             oldest, oldest_newest, newest = codec.model_steps(group)
             content = self._rollouts.encode(group)
-            crc = codec.content_checksum(content, sequence, oldest, oldest_newest)
-            rollouts = (sequence, content, oldest, oldest_newest, crc)
+            rollouts = ROLLOUTS.seal(RolloutsRow(sequence, content, oldest, oldest_newest))
             size = len(content)
+        now, detail = self._clock(), transition.detail
         statuses = codec.encode_statuses(transition.statuses)
+        moved = EventRow(event, sequence, previous, target, train_step, now, reason, tokens, oldest, newest, detail)
+        after = GroupRow(
+            sequence, transition.group_id, task, transition.draw, target, train_step, reason, tokens, statuses, event
+        )
         return Write(
-            codec.seal(
-                (event, sequence, target, train_step, self._clock(), reason, tokens, oldest, newest, transition.detail)
-            ),
-            codec.seal(
-                (
-                    *(sequence, transition.group_id, task, transition.draw),
-                    *(target, train_step, reason, tokens, statuses, event),
-                )
-            ),
+            sequence,
+            EVENTS.seal(moved),
+            GROUPS.seal(after),
             STATE_NAMES[transition.source] if transition.source is not None else None,
             draw,
             rollouts,
             drawn_to,
-            tuple([codec.seal((event, why, n)) for why, n in transition.wasted]) if transition.wasted else (),
+            tuple([WASTE.seal(WasteRow(event, why, n)) for why, n in transition.wasted]) if transition.wasted else (),
+            sequence in self._with_turns and transition.source is GroupState.RUNNING,
             size,
         )
 
@@ -255,73 +261,6 @@ class Ledger:
 def has_ledger(run_dir: Path) -> bool:
     """Whether a run was begun in this directory."""
     return (run_dir / LEDGER_FILE).exists()
-
-
-def apply(connection: Connection, jobs: Sequence[Job]) -> None:
-    """Write the rows of these jobs; the caller's transaction makes them one."""
-    writes = [job for job in jobs if isinstance(job, Write)]
-    if writes:
-        _apply_writes(connection, writes)
-    for job in jobs:
-        if isinstance(job, Restart):
-            connection.execute("INSERT INTO restores VALUES (?, ?, ?, ?, ?)", job.row)
-        elif isinstance(job, Prune):
-            _apply_prune(connection, job)
-
-
-def _apply_writes(connection: Connection, writes: Sequence[Write]) -> None:
-    """Table by table, which is several times faster than row by row; of what changes in place, the last of each."""
-    groups: dict[int, Write] = {}
-    sources: dict[int, str | None] = {}
-    for write in writes:
-        sequence = write.group[0]
-        groups[sequence] = write
-        sources.setdefault(sequence, write.source)
-    for sql, rows in (
-        ("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", [write.event for write in writes]),
-        (
-            "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            [groups[sequence].group for sequence, source in sources.items() if source is None],
-        ),
-        ("INSERT INTO draws VALUES (?, ?, ?)", [write.draw for write in writes if write.draw]),
-        (
-            "INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?)",
-            list({write.rollouts[0]: write.rollouts for write in writes if write.rollouts}.values()),
-        ),
-        (
-            "INSERT OR REPLACE INTO cursors VALUES (?, ?, ?)",
-            [codec.seal(cursor) for cursor in dict([write.cursor for write in writes if write.cursor]).items()],
-        ),
-        ("INSERT INTO waste VALUES (?, ?, ?, ?)", [row for write in writes for row in write.waste]),
-    ):
-        if rows:
-            connection.executemany(sql, rows)
-    moved = [
-        (sequence, source, *groups[sequence].group[4:]) for sequence, source in sources.items() if source is not None
-    ]
-    if moved:
-        before = connection.total_changes
-        connection.executemany(
-            """UPDATE groups SET state = column3, train_step = column4, reason = column5, tokens = column6,
-                                 statuses = column7, event = column8, crc = column9
-               FROM (VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)) WHERE sequence = column1 AND state = column2""",
-            moved,
-        )
-        if connection.total_changes - before != len(moved):
-            raise RuntimeError("a group in the ledger is not in the state that the buffer has it in")
-
-
-def _apply_prune(connection: Connection, job: Prune) -> None:
-    # The draws say which groups have content: their rows are small, those of the rollouts are not.
-    rows = connection.execute(
-        """SELECT sequence FROM draws JOIN groups USING (sequence)
-           WHERE sequence > ? AND (state = 'discarded' OR (state = 'trained' AND train_step <= ?))
-           ORDER BY sequence LIMIT ?""",
-        (job.after, job.checkpoint_step, PRUNED_AT_ONCE),
-    ).fetchall()
-    connection.executemany("DELETE FROM draws WHERE sequence IN (VALUES (?))", rows)
-    connection.executemany("DELETE FROM rollouts WHERE sequence IN (VALUES (?))", rows)
-    job.dropped = [sequence for (sequence,) in rows]
 
 
 def _iso(seconds: float) -> str:

@@ -36,6 +36,16 @@ class GroupState(enum.StrEnum):
     DISCARDED = "discarded"
 
 
+WAITING = {
+    Status.COMPLETED: GroupState.COMPLETED,
+    Status.ABORTED: GroupState.ABORTED,
+    Status.EXPIRED: GroupState.EXPIRED,
+    Status.MAX_TRIES: GroupState.MAX_TRIES,
+}
+"""The statuses under which a group can wait, and the state that is. The only place where the two meet: a status says
+how the rollouts of a group are, a state where the group is."""
+
+
 class DiscardReason(enum.StrEnum):
     FAILED = "failed"
     FILTERED = "filtered"

@@ -7,17 +7,18 @@ that a crash in the middle of a restart is one more crash and nothing else.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from penstock.errors import LedgerError
-from penstock.replay.codec import StoredGroup, checksum, content_checksum, decode_statuses, encode_statuses
+from penstock.replay.codec import StoredGroup, decode_statuses, encode_statuses
 from penstock.replay.disk import Connection
 from penstock.replay.lifecycle import DiscardReason, GroupState
-from penstock.replay.schema import damaged
+from penstock.replay.schema import CURSORS, DRAWS, GROUPS, RESTORES, ROLLOUTS, TURNS, WASTE, GroupRow, TurnRow
+from penstock.replay.table import damaged
+from penstock.replay.turns import require_turns
 from penstock.rollout import Status
 
 UNPLAYED = encode_statuses((Status.INIT, Status.ABORTED))
@@ -34,7 +35,11 @@ class HeldGroup(msgspec.Struct, frozen=True):
     statuses: tuple[Status, ...]
     oldest: int | None
     oldest_newest: int | None
+    event: int
+    """Its last one."""
     content: StoredGroup
+    turns: list[TurnRow] = []
+    """What finished since it began to be played."""
 
 
 class Snapshot(msgspec.Struct):
@@ -68,30 +73,33 @@ def read_snapshot(connection: Connection, checkpoint_step: int, path: Path) -> S
     """Raises LedgerError when a row does not have its checksum or a content that is needed is not there."""
     snapshot = Snapshot()
     events = 0
-    for row in checked_rows(connection, "groups", path):
-        sequence, _, task, _, state, train_step, reason, tokens, _, event = row
-        if sequence != snapshot.next_sequence:
+    live: list[GroupRow] = []
+    for group in GROUPS.read(connection, path):
+        if group.sequence != snapshot.next_sequence:
             raise damaged(path, f"group {snapshot.next_sequence} of the order of draws is missing")
         snapshot.next_sequence += 1
-        events = max(events, event)
-        snapshot.states.setdefault(task, Counter())[GroupState(state)] += 1
-        snapshot.trained.setdefault(task, 0)
-        if state == GroupState.DISCARDED:
-            snapshot.discarded.setdefault(task, Counter())[DiscardReason(reason)] += 1
-            snapshot.wasted[reason] += tokens
-        elif state == GroupState.TRAINED and train_step <= checkpoint_step:
-            snapshot.trained[task] += 1
-            snapshot.trained_tokens += tokens
+        events = max(events, group.event)
+        snapshot.states.setdefault(group.task, Counter())[GroupState(group.state)] += 1
+        snapshot.trained.setdefault(group.task, 0)
+        if group.state == GroupState.DISCARDED:
+            assert group.reason is not None
+            snapshot.discarded.setdefault(group.task, Counter())[DiscardReason(group.reason)] += 1
+            snapshot.wasted[group.reason] += group.tokens
+        elif group.state == GroupState.TRAINED and group.train_step <= checkpoint_step:
+            snapshot.trained[group.task] += 1
+            snapshot.trained_tokens += group.tokens
+        else:
+            live.append(group)
     snapshot.position = last_event(connection)
     if snapshot.position != events:
         raise damaged(path, f"the last event is {snapshot.position}, but the groups know of {events}")
     (drawn,) = connection.execute("SELECT coalesce(max(sequence) + 1, 0) FROM events").fetchone()
     if drawn != snapshot.next_sequence:
         raise damaged(path, f"{drawn} groups were drawn, {snapshot.next_sequence} are there")
-    for _, reason, tokens in checked_rows(connection, "waste", path):
-        snapshot.wasted[reason] += tokens
-    snapshot.cursors = dict(checked_rows(connection, "cursors", path))
-    snapshot.held = list(_held(connection, checkpoint_step, path))
+    for waste in WASTE.read(connection, path):
+        snapshot.wasted[waste.reason] += waste.tokens
+    snapshot.cursors = {row.task: row.cursor for row in CURSORS.read(connection, path)}
+    snapshot.held = list(_held(connection, live, checkpoint_step, path))
     return snapshot
 
 
@@ -104,20 +112,13 @@ def check_lineage(connection: Connection, checkpoint_step: int, position: int, p
             f"it ends at event {last}, but checkpoint {checkpoint_step} was written after event {position}; "
             "acknowledged transactions are missing",
         )
-    for _, event, earlier, _ in checked_rows(connection, "restores", path):
-        if event >= position and earlier < checkpoint_step:
+    for restore in RESTORES.read(connection, path):
+        earlier = restore.checkpoint_step
+        if restore.event >= position and earlier < checkpoint_step:
             raise LedgerError(
                 f"checkpoint {checkpoint_step} belongs to a lineage that ended when the run was restarted from "
                 f"checkpoint {earlier}; its groups were given back. Remove it and resume from {earlier} or a later one"
             )
-
-
-def checked_rows(connection: Connection, table: str, path: Path) -> Iterator[tuple[Any, ...]]:
-    """The rows in order of their key, without the checksum that ends each. Raises LedgerError at a wrong one."""
-    for *columns, crc in connection.execute(f"SELECT * FROM {table} ORDER BY 1"):
-        if checksum(*columns) != crc:
-            raise damaged(path, f"row {columns[0]!r} of table {table} does not have its checksum")
-        yield tuple(columns)
 
 
 def last_event(connection: Connection) -> int:
@@ -125,34 +126,48 @@ def last_event(connection: Connection) -> int:
     return int(position)
 
 
-def _held(connection: Connection, checkpoint_step: int, path: Path) -> Iterator[HeldGroup]:
-    rows = connection.execute(
-        """SELECT g.sequence, g.group_id, g.task, g.draw, g.state, g.train_step, g.tokens, g.statuses,
-                  d.content, d.crc, r.content, r.oldest, r.oldest_newest, r.crc
-           FROM groups g LEFT JOIN draws d USING (sequence) LEFT JOIN rollouts r USING (sequence)
-           WHERE g.state != 'discarded' AND NOT (g.state = 'trained' AND g.train_step <= ?) ORDER BY g.sequence""",
-        (checkpoint_step,),
-    )
-    for sequence, group_id, task, draw, state, train_step, tokens, statuses, *content in rows:
-        drawn, drawn_crc, rollouts, oldest, oldest_newest, rollouts_crc = content
-        if drawn is None:
+def _held(connection: Connection, live: Iterable[GroupRow], checkpoint_step: int, path: Path) -> Iterator[HeldGroup]:
+    # The groups say which contents are needed: those of the others are many, and may be dropped.
+    where = """JOIN groups USING (sequence)
+               WHERE groups.state != 'discarded' AND NOT (groups.state = 'trained' AND groups.train_step <= ?)"""
+    draws = DRAWS.read(connection, path, where, (checkpoint_step,))
+    played = ROLLOUTS.read(connection, path, where, (checkpoint_step,))
+    turns: dict[int, list[TurnRow]] = {}
+    for turn in TURNS.read(connection, path):
+        turns.setdefault(turn.sequence, []).append(turn)
+    draw, rollouts = next(draws, None), next(played, None)
+    for group in live:
+        if draw is None or draw.sequence != group.sequence:
             raise LedgerError(
-                f"{path}: group {group_id!r} ({state} at step {train_step}) has no content any more; checkpoint "
-                f"{checkpoint_step} is older than what the ledger keeps. Resume from a later checkpoint"
+                f"{path}: group {group.group_id!r} ({group.state} at step {group.train_step}) has no content any more; "
+                f"checkpoint {checkpoint_step} is older than what the ledger keeps. Resume from a later checkpoint"
             )
-        if rollouts is None and (tokens or set(statuses) - set(UNPLAYED)):
-            raise damaged(path, f"the rollouts of group {group_id!r} are missing")
-        if content_checksum(drawn, sequence) != drawn_crc:
-            raise damaged(path, f"the prompt of group {group_id!r} does not have its checksum")
-        if rollouts is not None and content_checksum(rollouts, sequence, oldest, oldest_newest) != rollouts_crc:
-            raise damaged(path, f"the rollouts of group {group_id!r} do not have their checksum")
+        stored = StoredGroup(group.task, group.group_id, group.draw, draw.content, None)
+        oldest = oldest_newest = None
+        if rollouts is not None and rollouts.sequence == group.sequence:
+            stored = msgspec.structs.replace(stored, rollouts=rollouts.content)
+            oldest, oldest_newest = rollouts.oldest, rollouts.oldest_newest
+            rollouts = next(played, None)
+        elif group.tokens or set(group.statuses) - set(UNPLAYED):
+            raise damaged(path, f"the rollouts of group {group.group_id!r} are missing")
+        draw = next(draws, None)
+        mine = turns.pop(group.sequence, [])
+        if mine and group.state != GroupState.RUNNING:
+            raise damaged(path, f"group {group.group_id!r} is {group.state}, but has turns of one that is played")
+        statuses = decode_statuses(group.statuses)
+        if mine:
+            require_turns(stored.decode(statuses), mine)
         yield HeldGroup(
-            sequence,
-            GroupState(state),
-            train_step,
-            tokens,
-            decode_statuses(statuses),
+            group.sequence,
+            GroupState(group.state),
+            group.train_step,
+            group.tokens,
+            statuses,
             oldest,
             oldest_newest,
-            StoredGroup(task, group_id, draw, drawn, rollouts),
+            group.event,
+            stored,
+            mine,
         )
+    if turns:
+        raise damaged(path, f"turns of groups {sorted(turns)} are there, but those groups are not played")

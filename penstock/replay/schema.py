@@ -1,61 +1,137 @@
 """The tables of the ledger, its format version, and the checks on opening.
 
     groups    one row per drawn group: identity, and its state now
-    events    every transition with its time; stays when contents are dropped. No index by group: a group's story is
-              asked for by people, who can wait for a scan, and each transition would pay for it
+    events    every transition with its time; stays when contents are dropped
     draws     a group's prompt and the ids of its rollouts, written when it is drawn
     rollouts  its rollouts, written when one has content, and whenever that changes
+    turns     finished turns of the rollouts that are being played; they go when their group stops being RUNNING
     cursors   how far each task's sampler is, written with the draw
     waste     tokens dropped by groups that live on, per event
     restores  from which checkpoint the run was restarted, and when
     meta      run id, time of creation
 
-Counts are not stored: they are derived from these rows. Every row ends in a CRC-32 of its columns, because SQLite has
-no checksums of its own and a flipped bit in a number would be read as another number.
+Counts are not stored: they are derived from these rows.
 """
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import LedgerError
-from penstock.replay.codec import checksum
 from penstock.replay.disk import Connection
+from penstock.replay.table import DAMAGE, Index, Row, Table, Update, damaged
 
-FORMAT = 1
+FORMAT = 2
+OLDEST_FORMAT = 1
+"""What `migrations` can begin with."""
 APPLICATION_ID = int.from_bytes(b"PNST")
 
-TABLES = (
-    "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL, crc INTEGER NOT NULL) STRICT, WITHOUT ROWID",
-    """CREATE TABLE groups (
-        sequence INTEGER PRIMARY KEY, group_id TEXT NOT NULL UNIQUE, task TEXT NOT NULL, draw INTEGER NOT NULL,
-        state TEXT NOT NULL, train_step INTEGER NOT NULL, reason TEXT, tokens INTEGER NOT NULL,
-        statuses TEXT NOT NULL, event INTEGER NOT NULL, crc INTEGER NOT NULL) STRICT""",
-    """CREATE TABLE events (
-        id INTEGER PRIMARY KEY, sequence INTEGER NOT NULL, state TEXT NOT NULL, train_step INTEGER NOT NULL,
-        time REAL NOT NULL, reason TEXT, tokens INTEGER NOT NULL, oldest INTEGER, newest INTEGER,
-        detail TEXT NOT NULL, crc INTEGER NOT NULL) STRICT""",
-    "CREATE TABLE draws (sequence INTEGER PRIMARY KEY, content BLOB NOT NULL, crc INTEGER NOT NULL) STRICT",
-    """CREATE TABLE rollouts (
-        sequence INTEGER PRIMARY KEY, content BLOB NOT NULL, oldest INTEGER, oldest_newest INTEGER,
-        crc INTEGER NOT NULL) STRICT""",
-    """CREATE TABLE cursors (
-        task TEXT PRIMARY KEY, cursor INTEGER NOT NULL, crc INTEGER NOT NULL) STRICT, WITHOUT ROWID""",
-    """CREATE TABLE waste (
-        event INTEGER NOT NULL, reason TEXT NOT NULL, tokens INTEGER NOT NULL, crc INTEGER NOT NULL,
-        PRIMARY KEY (event, reason)) STRICT, WITHOUT ROWID""",
-    """CREATE TABLE restores (
-        id INTEGER PRIMARY KEY, event INTEGER NOT NULL, checkpoint_step INTEGER NOT NULL, time REAL NOT NULL,
-        crc INTEGER NOT NULL) STRICT""",
+
+class MetaRow(Row, frozen=True, gc=False):
+    key: str
+    value: str
+
+
+class GroupRow(Row, frozen=True, gc=False):
+    sequence: int
+    group_id: str
+    task: str
+    draw: int
+    state: str
+    train_step: int
+    reason: str | None
+    tokens: int
+    statuses: str
+    event: int
+    """The last one of the group."""
+
+
+class EventRow(Row, frozen=True, gc=False):
+    id: int
+    sequence: int
+    """Whose it is."""
+    previous: int | None
+    """The event of the same group before it. Following these, a group's story costs as much as it is long, without an
+    index that every transition would pay for."""
+    state: str
+    train_step: int
+    time: float
+    reason: str | None
+    tokens: int
+    oldest: int | None
+    newest: int | None
+    detail: str
+
+
+class DrawRow(Row, frozen=True, gc=False):
+    sequence: int
+    content: bytes
+
+
+class RolloutsRow(Row, frozen=True, gc=False):
+    sequence: int
+    content: bytes
+    oldest: int | None
+    oldest_newest: int | None
+
+
+class TurnRow(Row, frozen=True, gc=False):
+    id: int
+    """In the order in which turns finished."""
+    sequence: int
+    rollout_id: str
+    place: int
+    """In the rollout's turns. A row with a place that is already there stands for it and all that came after it."""
+    content: bytes
+
+
+class CursorRow(Row, frozen=True, gc=False):
+    task: str
+    cursor: int
+
+
+class WasteRow(Row, frozen=True, gc=False):
+    event: int
+    reason: str
+    tokens: int
+
+
+class RestoreRow(Row, frozen=True, gc=False):
+    id: int
+    event: int
+    """The last one before the restart."""
+    checkpoint_step: int
+    time: float
+
+
+LIVE = "state NOT IN ('trained', 'discarded')"
+
+META = Table("meta", MetaRow, key=["key"])
+GROUPS = Table(
+    "groups",
+    GroupRow,
+    key=["sequence"],
+    unique=["group_id"],
+    # Each holds only the groups it is asked for, so a transition pays for one at most; `search` is who asks.
+    indexes={
+        "groups_live": Index(("task", "state"), LIVE),
+        "groups_trained": Index(("task", "train_step"), "state = 'trained'"),
+        "groups_discarded": Index(("task", "reason"), "state = 'discarded'"),
+    },
 )
+EVENTS = Table("events", EventRow, key=["id"])
+DRAWS = Table("draws", DrawRow, key=["sequence"])
+ROLLOUTS = Table("rollouts", RolloutsRow, key=["sequence"])
+TURNS = Table("turns", TurnRow, key=["id"], indexes={"turns_of_group": Index(("sequence",))})
+CURSORS = Table("cursors", CursorRow, key=["task"])
+WASTE = Table("waste", WasteRow, key=["event", "reason"])
+RESTORES = Table("restores", RestoreRow, key=["id"])
 
-DAMAGE = (sqlite3.DatabaseError, ValueError, KeyError)
-"""What reading a damaged file raises: SQLite's own words, or text and state names that are none any more."""
+TABLES: tuple[Table[Any], ...] = (META, GROUPS, EVENTS, DRAWS, ROLLOUTS, TURNS, CURSORS, WASTE, RESTORES)
 
-MIGRATIONS: dict[int, Callable[[Connection], None]] = {}
-"""From each older format that can still be read, the step to the next one."""
+MOVE = Update(GROUPS, "sequence", "state", ["state", "train_step", "reason", "tokens", "statuses", "event"])
+"""A group's row after a transition, if it is in the state that the transition leaves."""
 
 
 def is_new(connection: Connection) -> bool:
@@ -67,19 +143,17 @@ def is_new(connection: Connection) -> bool:
 def create(connection: Connection, *, run_id: str, created: str) -> None:
     """All tables in one transaction: a ledger exists as a whole or not at all."""
     connection.execute("BEGIN IMMEDIATE")
-    for statement in TABLES:
-        connection.execute(statement)
-    facts = {"run_id": run_id, "created": created}
-    connection.executemany(
-        "INSERT INTO meta VALUES (?, ?, ?)", [(key, value, checksum(key, value)) for key, value in facts.items()]
-    )
+    for table in TABLES:
+        table.make(connection)
+    facts = [MetaRow("run_id", run_id), MetaRow("created", created)]
+    connection.executemany(META.insert, [META.seal(fact) for fact in facts])
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {FORMAT}")
     connection.execute("COMMIT")
 
 
-def check_format(connection: Connection, path: Path) -> int:
-    """The ledger's format, which this version can read or migrate. Raises LedgerError for any other."""
+def check_format(connection: Connection, path: Path, *, oldest: int = OLDEST_FORMAT) -> int:
+    """The ledger's format, from `oldest` to this one. Raises LedgerError for any other."""
     application, found = _pragma(connection, "application_id"), _pragma(connection, "user_version")
     if application != APPLICATION_ID:
         raise LedgerError(f"{path} is not a ledger of Penstock (application id {application:#x}); it is left alone")
@@ -87,23 +161,16 @@ def check_format(connection: Connection, path: Path) -> int:
         raise LedgerError(
             f"{path} has format {found}, this version of Penstock reads up to {FORMAT}; resume with a newer Penstock"
         )
-    if found < FORMAT and found not in MIGRATIONS:
+    if found < OLDEST_FORMAT:
         raise LedgerError(
             f"{path} has format {found}, which cannot be migrated to {FORMAT}; resume with the Penstock that wrote it"
         )
+    if found < oldest:
+        raise LedgerError(
+            f"{path} has format {found}, to be read it must have {FORMAT}; resuming the run migrates it, "
+            "or read it with the Penstock that wrote it"
+        )
     return found
-
-
-def migrate(connection: Connection, path: Path) -> None:
-    """Bring an older ledger to this format, each step one transaction."""
-    found = check_format(connection, path)
-    while found < FORMAT:
-        connection.execute("BEGIN IMMEDIATE")
-        MIGRATIONS[found](connection)
-        found += 1
-        connection.execute(f"PRAGMA user_version = {found}")
-        connection.execute("COMMIT")
-        found = check_format(connection, path)
 
 
 def check_structure(connection: Connection, path: Path) -> None:
@@ -114,12 +181,6 @@ def check_structure(connection: Connection, path: Path) -> None:
         problems = [str(error)]
     if problems != ["ok"]:
         raise damaged(path, "; ".join(problem.replace("\n", " ") for problem in problems))
-
-
-def damaged(path: Path, what: str) -> LedgerError:
-    return LedgerError(
-        f"{path} is damaged: {what}. Nothing was changed; restore the file from a copy, or start a new run directory"
-    )
 
 
 def _pragma(connection: Connection, name: str) -> int:

@@ -79,6 +79,9 @@ class Entry(msgspec.Struct, gc=False):
     def statuses(self) -> tuple[Status, ...]:
         return self._statuses if self._rollouts is None else tuple([rollout.status for rollout in self._rollouts])
 
+    def has_rollout(self, rollout_id: str) -> bool:
+        return any(rollout.rollout_id == rollout_id for rollout in self.group)
+
     def waste(self, why: str, tokens: int) -> None:
         """These tokens were dropped; the next move records it."""
         self.tokens -= tokens
@@ -139,6 +142,9 @@ class Shelf:
             if entry is not None and (not self._stalest_first or entry.expires_at == key):
                 del self._entries[sequence]
                 return entry
+
+    def take_first(self, n: int) -> list[Entry]:
+        return [self.pop_first() for _ in range(n)]
 
     def pop_expired(self, train_step: int) -> Iterator[Entry]:
         """Take out those that are too stale for `train_step`, the earliest to expire first."""

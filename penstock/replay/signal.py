@@ -14,8 +14,15 @@ class Signal:
 
     def __init__(self) -> None:
         self._waiters: dict[asyncio.Future[None], None] = {}
+        self._followers: list[Signal] = []
+
+    def follow(self, other: Signal) -> None:
+        """Be notified whenever `other` is."""
+        other._followers.append(self)
 
     def notify(self) -> None:
+        for follower in self._followers:
+            follower.notify()
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)

@@ -71,8 +71,9 @@ class StaleRule(msgspec.Struct, frozen=True, gc=False):
         seen: tuple[tuple[int, int], ...] | None = None
         for rollout in group:
             if rollout.status is Status.COMPLETED or rollout.status is Status.ABORTED:
-                if rollout.steps != seen:  # siblings are mostly made by the same weights
-                    seen, expires_at = rollout.steps, self.expires_at(rollout)
+                steps = rollout.steps
+                if steps != seen:  # siblings are mostly made by the same weights
+                    seen, expires_at = steps, self.expires_at(rollout)
                 if expires_at <= train_step:
                     rollout.status = Status.EXPIRED
                 elif expires_at < upcoming:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from penstock.ports import FinishedTurn
 from penstock.replay.lifecycle import Transition
 from penstock.replay.restore import Snapshot
 from penstock.rollout import Group
@@ -27,6 +28,13 @@ class Storage(Protocol):
         """Take one transition, with the group's content when it changed and the sampler's cursor when it was drawn.
 
         Never blocks. Raises StorageError once a write has failed.
+        """
+        ...
+
+    def record_turn(self, sequence: int, turn: FinishedTurn) -> None:
+        """Take a finished turn of the RUNNING group that was drawn as number `sequence`, in order with its transitions.
+
+        It is kept until the group leaves RUNNING. Never blocks. Raises like `record`.
         """
         ...
 
@@ -50,6 +58,9 @@ class MemoryStorage:
         return Snapshot()
 
     def record(self, transition: Transition, group: Group | None = None, cursor: int | None = None) -> None:
+        pass
+
+    def record_turn(self, sequence: int, turn: FinishedTurn) -> None:
         pass
 
     async def flush(self) -> None:

@@ -15,12 +15,14 @@ from typing import Any
 
 from penstock.errors import LedgerError
 from penstock.replay import schema
-from penstock.replay.codec import checksum, decode_statuses
+from penstock.replay.codec import decode_statuses
 from penstock.replay.disk import Connection
 from penstock.replay.ledger import LEDGER_FILE, LOCK_FILE
 from penstock.replay.lifecycle import GroupState
 from penstock.replay.lock import has_ended, read_holder
-from penstock.replay.restore import checked_rows, last_event
+from penstock.replay.restore import last_event
+from penstock.replay.schema import CURSORS, EVENTS, GROUPS, LIVE, META, RESTORES, WASTE, EventRow, GroupRow
+from penstock.replay.table import DAMAGE, damaged
 
 SHOWN = 20
 """Waiting groups that the text tells of."""
@@ -36,10 +38,10 @@ def open_read_only(path: Path) -> Iterator[Connection]:
     connection = _connect(file)
     try:
         connection.execute("BEGIN")
-        schema.check_format(connection, file)
+        schema.check_format(connection, file, oldest=schema.FORMAT)
         yield connection
-    except schema.DAMAGE as error:
-        raise schema.damaged(file, str(error)) from error
+    except DAMAGE as error:
+        raise damaged(file, str(error)) from error
     finally:
         connection.close()
 
@@ -56,15 +58,15 @@ def ledger_summary(path: Path) -> dict[str, Any]:
     """The conservation table per task and in total, discards by reason, tokens and their waste; plain data."""
     file = ledger_file(path)
     with open_read_only(path) as connection:
-        meta = dict(checked_rows(connection, "meta", file))
+        meta = {fact.key: fact.value for fact in META.read(connection, file)}
         position = last_event(connection)
         (last_time,) = connection.execute("SELECT max(time) FROM events").fetchone()
         restarts = [
-            {"checkpoint_step": step, "after_event": event, "time": time}
-            for _, event, step, time in checked_rows(connection, "restores", file)
+            {"checkpoint_step": restore.checkpoint_step, "after_event": restore.event, "time": restore.time}
+            for restore in RESTORES.read(connection, file)
         ]
         tasks = _tasks(connection, file)
-        waiting = _waiting(connection, _lost_driver(file))
+        waiting = _waiting(connection, bool(restarts), _lost_driver(file))
         astray = _astray(connection)
     holder = read_holder(file.with_name(LOCK_FILE))
     return {
@@ -85,49 +87,54 @@ def group_story(path: Path, group_id: str) -> dict[str, Any]:
     """All that happened to a group: when it was drawn, by which weights its tokens were made, and why not trained."""
     file = ledger_file(path)
     with open_read_only(path) as connection:
-        row = connection.execute("SELECT * FROM groups WHERE group_id = ?", (group_id,)).fetchone()
-        if row is None:
+        group = GROUPS.find(connection, file, group_id=group_id)
+        if group is None:
             raise LedgerError(f"{file} has no group {group_id!r}; ids look like {_example(connection)}")
-        sequence, _, task, draw, state, train_step, reason, tokens, statuses, _ = _checked(row, "groups", file)
-        events = [
-            _checked(event, "events", file)
-            for event in connection.execute("SELECT * FROM events WHERE sequence = ? ORDER BY id", (sequence,))
+        transitions = [
+            {
+                "event": event.id,
+                "time": event.time,
+                "state": event.state,
+                "train_step": event.train_step,
+                "reason": event.reason,
+                "tokens": event.tokens,
+                "model_steps": None if event.oldest is None else [event.oldest, event.newest],
+                "wasted_tokens": {
+                    waste.reason: waste.tokens for waste in WASTE.read(connection, file, "WHERE event = ?", (event.id,))
+                },
+                "detail": event.detail,
+            }
+            for event in group_events(connection, group, file)
         ]
-        waste: dict[int, dict[str, int]] = {}
-        for event, why, n, _ in connection.execute(
-            "SELECT w.* FROM waste w JOIN events e ON e.id = w.event WHERE e.sequence = ?", (sequence,)
-        ):
-            waste.setdefault(event, {})[why] = n
-        kept = connection.execute("SELECT 1 FROM draws WHERE sequence = ?", (sequence,)).fetchone() is not None
-    transitions = [
-        {
-            "event": number,
-            "time": time,
-            "state": to,
-            "train_step": step,
-            "reason": why,
-            "tokens": held,
-            "model_steps": None if oldest is None else [oldest, newest],
-            "wasted_tokens": waste.get(number, {}),
-            "detail": detail,
-        }
-        for number, _, to, step, time, why, held, oldest, newest, detail in events
-    ]
+        kept = connection.execute("SELECT 1 FROM draws WHERE sequence = ?", (group.sequence,)).fetchone() is not None
     return {
         "group_id": group_id,
-        "task": task,
-        "draw": draw,
-        "state": state,
-        "train_step": train_step,
-        "reason": reason,
-        "tokens": tokens,
-        "rollouts": [status.value for status in decode_statuses(statuses)],
+        "task": group.task,
+        "draw": group.draw,
+        "state": group.state,
+        "train_step": group.train_step,
+        "reason": group.reason,
+        "tokens": group.tokens,
+        "rollouts": [status.value for status in decode_statuses(group.statuses)],
         "content_kept": kept,
         "drawn": transitions[0]["time"],
         "model_steps": next((t["model_steps"] for t in reversed(transitions) if t["model_steps"]), None),
-        "why_not_trained": _why_not_trained(state, train_step, reason, transitions, _lost_driver(file)),
+        "why_not_trained": _why_not_trained(group, transitions, _lost_driver(file)),
         "transitions": transitions,
     }
+
+
+def group_events(connection: Connection, group: GroupRow, file: Path) -> list[EventRow]:
+    """A group's own events, the first one first. Costs as much as there are, however many others."""
+    events = []
+    wanted: int | None = group.event
+    while wanted is not None:
+        event = EVENTS.find(connection, file, id=wanted)
+        if event is None or event.sequence != group.sequence:
+            raise damaged(file, f"event {wanted} of group {group.group_id!r} is missing")
+        events.append(event)
+        wanted = event.previous
+    return events[::-1]
 
 
 def render_summary(summary: Mapping[str, Any]) -> str:
@@ -206,8 +213,8 @@ def _connect(file: Path) -> sqlite3.Connection:
         if log.exists() and log.stat().st_size:
             raise LedgerError(f"{file} cannot be read: {error}; copy the run directory and look at the copy") from error
         connection = sqlite3.connect(uri + "&immutable=1", uri=True, isolation_level=None)
-    except schema.DAMAGE as error:
-        raise schema.damaged(file, str(error)) from error
+    except DAMAGE as error:
+        raise damaged(file, str(error)) from error
     return connection
 
 
@@ -233,20 +240,20 @@ def _tasks(connection: Connection, file: Path) -> dict[str, dict[str, Any]]:
     for task, reason, tokens in rows:
         wasted = tasks[task]["tokens"]["wasted"]
         wasted[reason] = wasted.get(reason, 0) + tokens
-    for task, cursor in checked_rows(connection, "cursors", file):
-        tasks.setdefault(task, _empty())["cursor"] = cursor
+    for row in CURSORS.read(connection, file):
+        tasks.setdefault(row.task, _empty())["cursor"] = row.cursor
     for found in tasks.values():
         tokens = found["tokens"]
         tokens["generated"] = tokens["trained"] + tokens["held"] + sum(tokens["wasted"].values())
     return tasks
 
 
-def _waiting(connection: Connection, lost_driver: str) -> list[dict[str, Any]]:
+def _waiting(connection: Connection, restarted: bool, lost_driver: str) -> list[dict[str, Any]]:
     """Every group that may still be trained, in order of drawing, and why it is not."""
+    # Only a restart gives back what was trained.
+    returned = "sequence IN (SELECT sequence FROM events WHERE state = 'trained')" if restarted else "0"
     rows = connection.execute(
-        """SELECT group_id, state, train_step,
-                  sequence IN (SELECT sequence FROM events WHERE state = 'trained')
-           FROM groups WHERE state NOT IN ('trained', 'discarded') ORDER BY sequence"""
+        f"SELECT group_id, state, train_step, {returned} FROM groups WHERE {LIVE} ORDER BY sequence"
     )
     return [
         {
@@ -300,13 +307,6 @@ def _astray(connection: Connection) -> int:
     return int(n)
 
 
-def _checked(row: tuple[Any, ...], table: str, file: Path) -> tuple[Any, ...]:
-    *columns, crc = row
-    if checksum(*columns) != crc:
-        raise schema.damaged(file, f"row {columns[0]!r} of table {table} does not have its checksum")
-    return tuple(columns)
-
-
 def _example(connection: Connection) -> str:
     row = connection.execute("SELECT group_id FROM groups ORDER BY sequence DESC LIMIT 1").fetchone()
     return repr(row[0]) if row else "'task:0', but nothing was drawn yet"
@@ -320,16 +320,14 @@ def _lost_driver(file: Path) -> str:
     return f" when process {holder.pid} on {holder.host} ended"
 
 
-def _why_not_trained(
-    state: str, train_step: int, reason: str | None, moves: list[dict[str, Any]], lost_driver: str
-) -> str:
-    if state == GroupState.TRAINED:
+def _why_not_trained(group: GroupRow, moves: list[dict[str, Any]], lost_driver: str) -> str:
+    if group.state == GroupState.TRAINED:
         return ""
-    if state == GroupState.DISCARDED:
+    if group.state == GroupState.DISCARDED:
         detail = moves[-1]["detail"]
-        return f"discarded, {reason}" + (f" ({detail})" if detail else "")
+        return f"discarded, {group.reason}" + (f" ({detail})" if detail else "")
     returned = any(move["state"] == GroupState.TRAINED for move in moves)
-    return _why_waiting(GroupState(state), train_step, returned, lost_driver)
+    return _why_waiting(GroupState(group.state), group.train_step, returned, lost_driver)
 
 
 def _why_waiting(state: GroupState, train_step: int, returned: bool, lost_driver: str) -> str:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from penstock.replay.schema import damaged
+from penstock.replay.table import damaged
 
 HEADER = 32
 FRAME_HEADER = 24

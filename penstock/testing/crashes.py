@@ -22,7 +22,6 @@ from typing import Any
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.produce import ProduceBatchResult
 from penstock.replay import Ledger
 from penstock.replay.disk import Connection
 from penstock.replay.ledger import LEDGER_FILE
@@ -198,6 +197,7 @@ class _Life(Run):
 
     def __init__(self, lives: Lives, world: ScriptedWorld, checkpoint: _Checkpoint, restarted: bool) -> None:
         super().__init__(lives.scenario, world, checkpoint.step)
+        self.checkpoint_interval = lives.plan.checkpoint_interval
         self._lives = lives
         self._checkpoint = checkpoint
         self._restarted = restarted
@@ -219,15 +219,14 @@ class _Life(Run):
         if self.has_news():
             self.world.check()
 
-    async def train(self, result: ProduceBatchResult, train_step: int) -> bool:
-        trained = await super().train(result, train_step)
+    async def committed(self, train_step: int) -> None:
         self._lives.newest_weights = max(self._lives.newest_weights, train_step)
-        if trained and train_step % self._lives.plan.checkpoint_interval == 0:
-            await self.world.buffer.flush()
-            if not self._lives.disk.dead:
-                self._lives.save_checkpoint(train_step, self.world.buffer.position)
-            await self.world.buffer.prune(self._lives.checkpoints[0].step)
-        return trained
+
+    async def save(self, train_step: int, metrics: dict[str, float]) -> None:
+        await self.world.buffer.flush()
+        if not self._lives.disk.dead:
+            self._lives.save_checkpoint(train_step, self.world.buffer.position)
+        await self.world.buffer.prune(self._lives.checkpoints[0].step)
 
     def newest_weights(self) -> int:
         return self._lives.newest_weights

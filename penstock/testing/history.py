@@ -21,6 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from penstock.errors import PenstockError
+from penstock.ports import FinishedTurn
 from penstock.replay import Conservation, GroupState, MemoryStorage, StaleRule, Storage, Transition
 from penstock.replay.lifecycle import ALLOWED
 from penstock.replay.restore import Snapshot
@@ -204,6 +205,9 @@ class RecordingStorage:
         steps = tuple(rollout.steps for rollout in group) if group is not None else None
         self.history.events.append(Event(transition, cursor, steps))
         self._inner.record(transition, group, cursor)
+
+    def record_turn(self, sequence: int, turn: FinishedTurn) -> None:
+        self._inner.record_turn(sequence, turn)
 
     @property
     def position(self) -> int:

@@ -17,7 +17,7 @@ from penstock.replay import GroupState, Transition
 from penstock.replay.disk import Connection
 from penstock.replay.ledger import LEDGER_FILE
 from penstock.replay.lifecycle import DiscardReason
-from penstock.replay.restore import checked_rows
+from penstock.replay.schema import CURSORS, EVENTS, GROUPS, RESTORES
 from penstock.replay.story import open_read_only
 from penstock.testing.history import Batch, Event, Findings, History, Restart, check_history
 
@@ -31,35 +31,34 @@ class LedgerHistory(msgspec.Struct):
 
 def read_history(connection: Connection, path: Path) -> LedgerHistory:
     """Every event in order; the batches are the steps that the ledger calls trained. Raises LedgerError."""
-    groups = {row[0]: row for row in checked_rows(connection, "groups", path)}
-    restarts = [(event, step) for _, event, step, _ in checked_rows(connection, "restores", path)]
+    groups = {group.sequence: group for group in GROUPS.read(connection, path)}
+    restarts = list(RESTORES.read(connection, path))
     history = History()
     states: dict[int, GroupState] = {}
-    for number, sequence, state, train_step, _, reason, tokens, *_ in checked_rows(connection, "events", path):
-        while restarts and restarts[0][0] < number:
-            history.batches.append(Restart(restarts.pop(0)[1]))
-        _, group_id, task, draw, *_ = groups[sequence]
-        target = GroupState(state)
+    for event in EVENTS.read(connection, path):
+        while restarts and restarts[0].event < event.id:
+            history.batches.append(Restart(restarts.pop(0).checkpoint_step))
+        group, target = groups[event.sequence], GroupState(event.state)
         transition = Transition(
-            group_id,
-            task,
-            states.get(sequence),
+            group.group_id,
+            group.task,
+            states.get(event.sequence),
             target,
-            train_step,
-            DiscardReason(reason) if reason else None,
-            sequence=sequence,
-            draw=draw,
-            tokens=tokens,
+            event.train_step,
+            DiscardReason(event.reason) if event.reason else None,
+            sequence=event.sequence,
+            draw=group.draw,
+            tokens=event.tokens,
         )
-        history.events.append(Event(transition, draw + 1 if sequence not in states else None))
-        states[sequence] = target
+        history.events.append(Event(transition, group.draw + 1 if event.sequence not in states else None))
+        states[event.sequence] = target
         if target is GroupState.TRAINED:
-            _add_trained(history, train_step, group_id)
+            _add_trained(history, event.train_step, group.group_id)
     with_content = {sequence for (sequence,) in connection.execute("SELECT sequence FROM draws")}
     return LedgerHistory(
         history=history,
-        held={row[1] for sequence, row in groups.items() if sequence in with_content},
-        cursors=dict(checked_rows(connection, "cursors", path)),
+        held={group.group_id for sequence, group in groups.items() if sequence in with_content},
+        cursors={row.task: row.cursor for row in CURSORS.read(connection, path)},
     )
 
 

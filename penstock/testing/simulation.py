@@ -3,8 +3,8 @@
     python -m penstock.testing.simulation 1234      replay one seed and print its history
 
 Between any two turns of the event loop groups and tokens must add up and, disaggregated, what is in flight must keep
-to its bound; what is consumed must be whole and fresh; at the end the history is checked. The two consumers are the
-trainers' loops without training.
+to its bound; what is consumed must be whole and fresh; at the end the history is checked. The loops are the trainers'
+own, over scripted ports.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import logging
 import math
 import random
 from collections.abc import Callable
+from typing import Any, cast
 
 import msgspec
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, StepRefused
+from penstock.events import Nobody
+from penstock.ports import Published
 from penstock.produce import (
     AsyncProduceStrategyConfig,
     FailurePolicyConfig,
     IsValidSampleFn,
     ProduceBatchResult,
-    ProduceBatchStatus,
     ProduceStrategyConfig,
     SyncProduceStrategyConfig,
-    default_is_valid_sample,
+    default_is_valid_sample_fn,
 )
 from penstock.produce.pause import PauseDeadlines
 from penstock.replay import Storage
@@ -38,6 +40,15 @@ from penstock.testing.history import History
 from penstock.testing.judger import JudgerScript
 from penstock.testing.script import Distribution, constant, long_tail, uniform
 from penstock.testing.world import ScriptedTask, ScriptedWorld
+from penstock.trainer.loops import (
+    MAX_REFUSED_IN_A_ROW,
+    LoopPorts,
+    Producer,
+    Schedule,
+    Stages,
+    colocated_loop,
+    disaggregated_loop,
+)
 
 VIRTUAL_DEADLINE_S = 1e6
 
@@ -62,6 +73,8 @@ class Scenario(msgspec.Struct, kw_only=True):
     disturbed: float
     """Share of waits for a batch during which production is paused and continued."""
     flush_s: Distribution | None
+    eval_interval: int
+    eval_s: Distribution
 
 
 def simulate(seed: int) -> History:
@@ -112,18 +125,27 @@ def simulate_many(seeds: range) -> list[str]:
 
 
 class Run:
-    """One consumer and its world, from the beginning or from a checkpoint."""
+    """One loop over the ports of a world, from the beginning or from a checkpoint.
+
+    Learns nothing: a train step takes its time, and is refused as often as the scenario says, never so often in a row
+    that the run would stop.
+    """
 
     def __init__(self, scenario: Scenario, world: ScriptedWorld, checkpoint_step: int = 0) -> None:
         self.scenario = scenario
         self.world = world
         self.checkpoint_step = checkpoint_step
+        self.checkpoint_interval = scenario.train_steps
         self.manager = world.manager
         self.random = random.Random(f"consumer {scenario.seed}")
+        self._refused_in_a_row = 0
+        self._published = checkpoint_step
         self._checked = 0
 
     async def main(self) -> None:
-        await (self._disaggregated() if self.scenario.disaggregated else self._colocated())
+        loop = disaggregated_loop if self.scenario.disaggregated else colocated_loop
+        await loop(self._schedule(), self._ports(), begin=self.checkpoint_step)
+        await self.manager.shutdown()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if others:
             raise PenstockError(f"left running after shutdown: {sorted(task.get_name() for task in others)}")
@@ -139,77 +161,82 @@ class Run:
         before, self._checked = self._checked, len(self.world.history.events)
         return self._checked != before
 
-    async def _colocated(self) -> None:
-        model_step, train_step = self.checkpoint_step, self.checkpoint_step + 1
-        while train_step <= self.scenario.train_steps:
-            result = await self.manager.produce_batch(self.scenario.batch_size, train_step, model_step=model_step)
-            self._require_none_pending()
-            if not await self.train(result, train_step):
-                continue
-            if train_step % self.scenario.sync_weights_interval == 0:
-                await self.world.load_weights(train_step)
-                model_step = train_step
-            train_step += 1
-        await self.manager.shutdown()
+    def _schedule(self) -> Schedule:
+        return Schedule(
+            total_steps=self.scenario.train_steps,
+            batch_size=self.scenario.batch_size,
+            sync_weights_interval=self.scenario.sync_weights_interval,
+            eval_interval=self.scenario.eval_interval,
+            checkpoint_interval=self.checkpoint_interval,
+        )
 
-    async def _disaggregated(self) -> None:
-        producer = asyncio.create_task(self.manager.produce_loop(self.scenario.batch_size), name="produce loop")
-        await self.manager.continue_produce(self.checkpoint_step)
-        train_step = self.checkpoint_step + 1
-        while train_step <= self.scenario.train_steps:
-            result = await self._get_batch(train_step)
-            if not result.groups:
-                if result.status is not ProduceBatchStatus.EXPIRED_BATCH or train_step - 1 <= self.manager.model_step:
-                    raise PenstockError(f"an empty batch for step {train_step} without need: {result.status}")
-                await self._sync(train_step - 1)
-                continue
-            if not await self.train(result, train_step):
-                continue
-            due = train_step % self.scenario.sync_weights_interval == 0
-            if due or result.status is ProduceBatchStatus.EXPIRED_BATCH:
-                await self._sync(train_step)
-            train_step += 1
-        await self.manager.shutdown()
-        await producer
+    def _ports(self) -> LoopPorts:
+        producer = cast(Producer, _Disturbed(self)) if self.scenario.disaggregated else self.manager
+        return LoopPorts(
+            producer=producer,
+            learner=self,
+            channel=self,
+            checkpointer=self,
+            evaluator=self,
+            observer=Nobody(),
+            gauges=_no_gauges,
+            stop=lambda: False,
+        )
 
-    async def _get_batch(self, train_step: int) -> ProduceBatchResult:
-        """Sometimes production is paused and continued while the consumer waits."""
-        disturbance = None
-        if self.random.random() < self.scenario.disturbed:
-            disturbance = asyncio.create_task(self._disturb(), name="disturbance")
-        result = await self.manager.get_batch(self.scenario.batch_size, train_step)
-        if disturbance is not None:
-            await disturbance
-        return result
+    # The learner.
 
-    async def _disturb(self) -> None:
-        await asyncio.sleep(self.random.uniform(0, 20))
-        await self.manager.pause_produce()
-        self._require_none_pending()
-        await asyncio.sleep(self.random.choice([0, 5]))
-        await self.manager.continue_produce(self.manager.model_step)
-
-    async def _sync(self, model_step: int) -> None:
-        await self.manager.pause_produce()
-        self._require_none_pending()
-        await self.world.load_weights(model_step)
-        await self.manager.continue_produce(model_step)
-
-    async def train(self, result: ProduceBatchResult, train_step: int) -> bool:
-        """Whether the step was trained, not refused."""
+    async def learn(self, result: ProduceBatchResult, train_step: int, stages: Stages) -> dict[str, float]:
+        if not self.scenario.disaggregated:
+            self.require_none_pending()
         self._require_whole(result, train_step)
-        await asyncio.sleep(max(0.0, self.scenario.train_s(self.random)))
-        trained = self.random.random() >= self.scenario.refused
-        self.world.history.consumed(train_step, result.groups, trained=trained)
-        if trained:
-            await self.manager.commit(train_step)
-        else:
-            await self.manager.return_batch(train_step)
-        return trained
+        with stages("train"):
+            await asyncio.sleep(max(0.0, self.scenario.train_s(self.random)))
+        refused = self.random.random() < self.scenario.refused and self._refused_in_a_row + 1 < MAX_REFUSED_IN_A_ROW
+        self._refused_in_a_row = self._refused_in_a_row + 1 if refused else 0
+        self.world.history.consumed(train_step, result.groups, trained=not refused)
+        if refused:
+            raise StepRefused("as the scenario wants it")
+        return {}
+
+    async def committed(self, train_step: int) -> None:
+        """Nothing is kept beside the history."""
+
+    # The weight channel.
+
+    async def publish(self, model_step: int) -> Published:
+        self.require_none_pending()
+        await self.world.load_weights(model_step)
+        self._published = model_step
+        return Published(model_step=model_step, num_bytes=0, seconds=0.0)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    # The checkpointer.
+
+    async def save(self, train_step: int, metrics: dict[str, float]) -> None:
+        """Nothing dies here; see `crashes`."""
+
+    async def export(self, train_step: int) -> None:
+        """Nobody reads it."""
+
+    # The evaluator.
+
+    async def evaluate(self, model_step: int) -> None:
+        """Takes its time, in which the weights must stay what they are."""
+        for seconds in (0.0, max(0.0, self.scenario.eval_s(self.random))):
+            await asyncio.sleep(seconds)
+            if self._published != model_step:
+                raise PenstockError(f"the evaluation of {model_step} met the weights {self._published}")
 
     def newest_weights(self) -> int:
         """The last that can have made a token."""
         return self.manager.model_step
+
+    def require_none_pending(self) -> None:
+        for task in self.manager.tasks.values():
+            if task.strategy.pending_task_count():
+                raise PenstockError(f"task {task.name!r} has pending groups after a pause")
 
     def _require_whole(self, result: ProduceBatchResult, train_step: int) -> None:
         if len(result.groups) != self.scenario.batch_size:
@@ -223,14 +250,42 @@ class Run:
                     f"tokens of {rollout.steps}, weights {self.manager.model_step}"
                 )
 
-    def _require_none_pending(self) -> None:
-        for task in self.manager.tasks.values():
-            if task.strategy.pending_task_count():
-                raise PenstockError(f"task {task.name!r} has pending groups after a pause")
+
+class _Disturbed:
+    """The manager, sometimes paused and continued while the consumer waits for a batch."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run.manager, name)
+
+    async def get_batch(self, batch_size: int, train_step: int) -> ProduceBatchResult:
+        run = self._run
+        disturbance = None
+        if run.random.random() < run.scenario.disturbed:
+            disturbance = asyncio.create_task(self._disturb(), name="disturbance")
+        result = await run.manager.get_batch(batch_size, train_step)
+        if disturbance is not None:
+            await disturbance
+        return result
+
+    async def _disturb(self) -> None:
+        run = self._run
+        await asyncio.sleep(run.random.uniform(0, 20))
+        await run.manager.pause_produce()
+        run.require_none_pending()
+        await asyncio.sleep(run.random.choice([0, 5]))
+        await run.manager.continue_produce(run.manager.model_step)
+
+
+async def _no_gauges() -> dict[str, float]:
+    return {}
 
 
 def draw_scenario(seed: int) -> Scenario:
     rng = random.Random(f"scenario {seed}")
+    evaluation = random.Random(f"evaluation {seed}")
     disaggregated = rng.random() < 0.65
     return Scenario(
         seed=seed,
@@ -251,6 +306,8 @@ def draw_scenario(seed: int) -> Scenario:
         refused=rng.choice([0.0, 0.1, 0.4]),
         disturbed=rng.choice([0.0, 0.3, 0.8]) if disaggregated else 0.0,
         flush_s=rng.choice([None, constant(0), uniform(0, 0.5)]),
+        eval_interval=evaluation.choice([1, 2, 10]),
+        eval_s=evaluation.choice([constant(0), uniform(0, 20)]),
     )
 
 
@@ -300,7 +357,7 @@ def _draw_task(rng: random.Random, name: str, disaggregated: bool) -> ScriptedTa
 
 
 def _draw_strategy(rng: random.Random, disaggregated: bool) -> ProduceStrategyConfig:
-    is_valid = rng.choice([default_is_valid_sample, default_is_valid_sample, _mostly_valid])
+    is_valid = rng.choice([default_is_valid_sample_fn, default_is_valid_sample_fn, _mostly_valid])
     pause_timeout_s = rng.choice([3.0, 60.0])
     if not disaggregated and rng.random() < 0.3:
         return SyncProduceStrategyConfig(is_valid_sample_fn=is_valid, pause_timeout_s=pause_timeout_s)

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,8 +19,9 @@ import msgspec
 
 from penstock.agent_loop import AgentLoop, SingleTurnAgentLoop
 from penstock.data import PromptSet, Sampler
-from penstock.errors import PenstockError
-from penstock.ports import Engine
+from penstock.errors import InfrastructureFailure, PenstockError
+from penstock.events import Observer
+from penstock.ports import Completion, Engine, GenerateRequest, TurnLog
 from penstock.produce import (
     AgentLoopManager,
     AsyncProduceStrategyConfig,
@@ -31,9 +33,8 @@ from penstock.produce.context import TaskRuntime
 from penstock.produce.failures import DeadLetters, FailurePolicy
 from penstock.produce.pause import PauseDeadlines
 from penstock.produce.task import Task
-from penstock.produce.watchdog import OnProgress
 from penstock.replay import GroupState, ReplayBuffer, Storage
-from penstock.rollout import Prompt, SampleParams, Status, pack_ids
+from penstock.rollout import FailureReason, Prompt, SampleParams, Status, pack_ids
 from penstock.testing.engine import EngineScript, ScriptedEngine
 from penstock.testing.history import Findings, History, RecordingStorage, check_history
 from penstock.testing.judger import JudgerScript, ScriptedJudger
@@ -52,6 +53,7 @@ class ScriptedTask(msgspec.Struct, kw_only=True):
     loop: type[AgentLoop] = SingleTurnAgentLoop
     sample_params: SampleParams = msgspec.field(default_factory=SampleParams)
     request_timeout_s: float = 600.0
+    """For the engine to answer, as a controller sees to it."""
     judge_timeout_s: float = 300.0
 
 
@@ -72,7 +74,8 @@ class ScriptedWorld:
         storage: Storage | None = None,
         history: History | None = None,
         dead_letters: Path | None = None,
-        on_progress: OnProgress | None = None,
+        observer: Observer | None = None,
+        turn_log: TurnLog | None = None,
         manager_class: type[AgentLoopManager] = AgentLoopManager,
     ) -> None:
         """`storage` keeps the groups, in memory unless one is given; `history` is gone on with after a restart."""
@@ -83,6 +86,7 @@ class ScriptedWorld:
         recording = RecordingStorage(storage, history=history, flush_s=flush_s, seed=seed)
         self.history = recording.history
         self.buffer = ReplayBuffer(storage=recording)
+        self.turn_log = turn_log
         self.judgers: dict[str, ScriptedJudger] = {}
         self.rules = {name: task.strategy.stale_rule(sync_weights_interval) for name, task in self.specs.items()}
         self._sizes: list[dict[str, int]] = []
@@ -93,7 +97,7 @@ class ScriptedWorld:
             buffer=self.buffer,
             pause_deadlines=pause_deadlines,
             stall_timeout_s=stall_timeout_s,
-            on_progress=on_progress,
+            observer=observer,
         )
 
     async def load_weights(self, model_step: int) -> None:
@@ -153,13 +157,13 @@ class ScriptedWorld:
         runtime = TaskRuntime(
             name=spec.name,
             agent_loop=spec.loop(
-                engine=self.engine,
+                engine=_Timed(self.engine, spec.request_timeout_s),
                 tokenizer=tokenizer,
                 judger=judger,
                 sample_params=spec.sample_params,
                 run_seed=seed,
-                request_timeout_s=spec.request_timeout_s,
                 judge_timeout_s=spec.judge_timeout_s,
+                turn_log=self.turn_log,
             ),
             sampler=Sampler(
                 PromptSet(_prompts(spec.prompts)),
@@ -175,6 +179,27 @@ class ScriptedWorld:
         )
         strategy = spec.strategy.build(sync_weights_interval=self.sync_weights_interval)
         return Task(runtime, strategy, spec.weight)
+
+
+class _Timed:
+    """An engine whose requests have a deadline, as behind a controller; but asked once, and never fenced."""
+
+    def __init__(self, engine: Engine, timeout_s: float) -> None:
+        self._engine = engine
+        self._timeout_s = timeout_s
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._engine.generate(request)
+        except TimeoutError:
+            raise InfrastructureFailure(
+                f"the engine did not answer {request.request_id} within {self._timeout_s:g} s",
+                reason=FailureReason.ENGINE_DEADLINE,
+            ) from None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
 
 class _NoWeights:

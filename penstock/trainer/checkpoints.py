@@ -6,13 +6,14 @@
                             config.json       the configuration that made it
                             model.safetensors, optimizer.safetensors, ...
 
-A checkpoint is written and flushed under a hidden name, renamed, read back from the disk and compared; only then is
-`latest` moved and are older ones removed. Stopped between any two operations, the previous or the new one is whole.
+A checkpoint is a draft first, a directory under a hidden name into which those who hold the state write their files. It
+is flushed, renamed, read back from the disk and compared; only then is `latest` moved and are older ones removed.
+Stopped between any two operations, the previous or the new one is whole.
 
     .unfinished-step-N   being written                       .removing-step-N   being removed
     .replaced-step-N     an earlier one of the same step     .abandoned-step-N  newer than the one a run went back to
 
-What is hidden goes with the next save. Not for two threads or processes at once.
+What is hidden goes with the next save. Not for two saves or two processes at once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.errors import CheckpointError, StorageError
+from penstock.learn.save import holds_tensors
+from penstock.learn.thread import OwnThread
 from penstock.trainer.files import Files
 from penstock.trainer.manifest import HASH_THREADS, MANIFEST, Manifest, damage, looks_whole, read_manifest
 
@@ -41,6 +44,10 @@ WEIGHT_SUFFIXES = (SAFETENSORS, ".bin", ".gguf")
 UNFINISHED, REMOVING, REPLACED, ABANDONED = ".unfinished-", ".removing-", ".replaced-", ".abandoned-"
 
 _STEP = re.compile(r"step-(\d{6,})")
+_PLAIN = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
+
+Fill = Callable[[Path], Awaitable[None]]
+"""Writes files into a draft."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +84,7 @@ class CheckpointStore:
         self.directory = directory
         self._keep = keep
         self._files = files or Files()
+        self._thread = OwnThread("penstock-checkpoint")
 
     # Reading.
 
@@ -122,35 +130,36 @@ class CheckpointStore:
 
     # Writing.
 
-    def save(
+    async def save(
         self,
         step: int,
         *,
-        tensors: Mapping[str, Mapping[str, Tensor]],
+        fill: Fill | None = None,
+        tensors: Mapping[str, Mapping[str, Tensor]] | None = None,
         state: Mapping[str, Any],
         config: Mapping[str, Any],
     ) -> Path:
-        """Write a checkpoint; it is on the disk, read back and compared, when this returns. Blocks: use a thread.
+        """Write a checkpoint; it is on the disk, read back and compared, when this returns.
 
-        `state` must be what JSON can hold, with strings as keys. The tensors must not change meanwhile: that is
-        noticed and refused. Checkpoints of later steps are abandoned, see `abandon_after`. Raises StorageError when the
-        disk fails; the checkpoints that were there are untouched.
+        `fill` writes what others hold (a train worker's `save`) as plain files into the draft it is given; `tensors`
+        are what the caller holds itself, and must not change meanwhile: that is noticed and refused. `state` must be
+        what JSON can hold, with strings as keys. Checkpoints of later steps are abandoned, see `abandon_after`.
+
+        Raises StorageError when the disk fails, and what `fill` raises; the checkpoints that were there are untouched.
+        Cancelled, it ends after the operation that runs; the next save removes the draft.
         """
-        if step < 0 or any(not re.fullmatch(r"[A-Za-z0-9_]+", name) for name in tensors):
-            raise ValueError(f"step {step}, tensors {list(tensors)}: a step from 0, and plain names")
-        whole = {name: {key: t.detach().contiguous() for key, t in entry.items()} for name, entry in tensors.items()}
+        entries = {f"{name}{SAFETENSORS}": dict(entry) for name, entry in (tensors or {}).items()}
+        if step < 0 or any(not _PLAIN.fullmatch(name) for name in entries):
+            raise ValueError(f"step {step}, tensors {list(entries)}: a step from 0, and plain names")
         texts = {STATE: _json(state), CONFIG: _json(config, default=repr, indent=2)}
         final = self.directory / _name(step)
-        unfinished = self.directory / f"{UNFINISHED}{final.name}"
+        draft = self.directory / f"{UNFINISHED}{final.name}"
         with self._storage_errors(f"checkpoint {final} could not be written", undo=lambda: self._undo(final)):
-            self._make_directory()
-            self._tidy()
-            self._abandon_after(step)
-            self._fill(unfinished, step, whole, texts, config_hash(config))
-            self._put_in_place(unfinished, final)
-            self._read_back(final)
-            self._point_to(final)
-            self._prune()
+            await self._thread.run(lambda: self._begin(draft, step))
+            if fill is not None:
+                await fill(draft)
+            await self._thread.run(lambda: self._seal(draft, step, entries, texts, config_hash(config)))
+            await self._thread.run(lambda: self._install(draft, final))
         return final
 
     def abandon_after(self, step: int) -> list[Path]:
@@ -164,6 +173,12 @@ class CheckpointStore:
             return self._abandon_after(step)
 
     # The parts of a save, in order.
+
+    def _begin(self, draft: Path, step: int) -> None:
+        self._make_directory()
+        self._tidy()
+        self._abandon_after(step)
+        self._files.mkdir(draft)
 
     def _make_directory(self) -> None:
         missing = [p for p in (self.directory, *self.directory.parents) if not p.exists()]
@@ -202,37 +217,49 @@ class CheckpointStore:
         self._files.flush(self.directory)
         return list(dict.fromkeys(abandoned))
 
-    def _fill(
-        self, path: Path, step: int, tensors: dict[str, dict[str, Tensor]], texts: dict[str, bytes], config_hash: str
+    def _seal(
+        self,
+        draft: Path,
+        step: int,
+        tensors: dict[str, dict[str, Tensor]],
+        texts: dict[str, bytes],
+        config_hash: str,
     ) -> None:
-        self._files.mkdir(path)
-        entries = {path / f"{name}{SAFETENSORS}": entry for name, entry in tensors.items()}
-        # A file is summed while the next one is written, and while all are flushed and compared.
+        """Add what is given to the files that are there, flush all of them, and name them in the manifest."""
+        for name, entry in tensors.items():
+            self._files.write_tensors(draft / name, entry)
+        for name, content in texts.items():
+            self._files.write(draft / name, content)
+        paths = sorted(draft.iterdir())
+        wrong = [path.name for path in paths if not path.is_file() or not _PLAIN.fullmatch(path.name)]
+        if wrong:
+            raise ValueError(f"{draft.name} holds {wrong}; a checkpoint is plain files in one directory")
+        # Files are summed while all are flushed and compared.
         with ThreadPoolExecutor(HASH_THREADS) as pool:
-            sums = {}
-            for file, entry in entries.items():
-                self._files.write_tensors(file, entry)
-                sums[file] = pool.submit(self._files.checksum, file)
-            for name, content in texts.items():
-                self._files.write(path / name, content)
-                sums[path / name] = pool.submit(self._files.checksum, path / name)
-            for file in sums:
-                self._files.flush(file)
-            for file, entry in entries.items():
-                if not _same(file, entry):
-                    raise OSError(f"{file.name} is not what was given; something changed it while it was written")
-            by_name = {file.name: running.result() for file, running in sums.items()}
-        self._files.write(path / MANIFEST, Manifest(step=step, config_hash=config_hash, files=by_name).encode())
-        self._files.flush(path / MANIFEST)
-        self._files.flush(path)
+            sums = {path.name: pool.submit(self._files.checksum, path) for path in paths}
+            for path in paths:
+                self._files.flush(path)
+            for name, entry in tensors.items():
+                if not holds_tensors(draft / name, entry):
+                    raise OSError(f"{name} is not what was given; something changed it while it was written")
+            by_name = {name: running.result() for name, running in sums.items()}
+        self._files.write(draft / MANIFEST, Manifest(step=step, config_hash=config_hash, files=by_name).encode())
+        self._files.flush(draft / MANIFEST)
+        self._files.flush(draft)
 
-    def _put_in_place(self, unfinished: Path, final: Path) -> None:
+    def _install(self, draft: Path, final: Path) -> None:
+        self._put_in_place(draft, final)
+        self._read_back(final)
+        self._point_to(final)
+        self._prune()
+
+    def _put_in_place(self, draft: Path, final: Path) -> None:
         if final.exists():
             replaced = self.directory / f"{REPLACED}{final.name}"
             if replaced.exists():
                 self._remove(replaced)
             self._files.rename(final, replaced)
-        self._files.rename(unfinished, final)
+        self._files.rename(draft, final)
         self._files.flush(self.directory)
 
     def _read_back(self, final: Path) -> None:
@@ -271,7 +298,7 @@ class CheckpointStore:
     def _storage_errors(self, what: str, undo: Callable[[], None] = lambda: None) -> Iterator[None]:
         try:
             yield
-        except (OSError, CheckpointError) as error:
+        except (OSError, CheckpointError, StorageError) as error:
             with contextlib.suppress(OSError):
                 undo()
             raise StorageError(
@@ -347,26 +374,6 @@ def weights_sums(model_dir: Path) -> dict[str, str]:
 def _json(value: Mapping[str, Any], **options: Any) -> bytes:
     # Not msgspec: whole numbers beyond 64 bits and NaN must come back as they were.
     return json.dumps(value, **{"default": msgspec.to_builtins, **options}).encode() + b"\n"
-
-
-def _same(path: Path, tensors: dict[str, Tensor]) -> bool:
-    """Whether the file holds these tensors, bit for bit."""
-    import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    # As integers: NaN is equal to itself.
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    try:
-        saved = load_file(path)
-    except SafetensorError:
-        return False
-    return saved.keys() == tensors.keys() and all(
-        saved[name].dtype == tensor.dtype
-        and saved[name].shape == tensor.shape
-        and torch.equal(saved[name].view(bits[tensor.itemsize]), tensor.cpu().view(bits[tensor.itemsize]))
-        for name, tensor in tensors.items()
-    )
 
 
 def _name(step: int) -> str:

@@ -5,24 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pydantic
 
 from penstock.agent_loop import SingleTurnAgentLoop
 from penstock.config import Config, dotted_name
-from penstock.engine import EmbeddedEngineConfig, EngineConfig, RolloutControllerConfig
+from penstock.engine import EmbeddedEngineConfig, EnginesConfig
 from penstock.learn import TrainWorkerConfig
-from penstock.ports import Engine, Tokenizer
 from penstock.produce import (
     AgentLoopManagerConfig,
     SyncProduceStrategyConfig,
     TaskSpecConfig,
-    default_should_continue,
+    default_should_continue_fn,
 )
 from penstock.replay import ReplayBufferConfig
-from penstock.trainer.display import Display, make_display
+from penstock.trainer.deadlines import deadline_problems
+from penstock.trainer.display import make_display
 from penstock.trainer.evaluator import EvaluatorConfig
+from penstock.trainer.observers import Observers
 from penstock.trainer.trackers import JsonlTrackerConfig, TensorBoardTrackerConfig, TrackerConfig
 
 if TYPE_CHECKING:
@@ -35,9 +36,13 @@ class RLTrainerConfig(Config):
 
     model: str
     """A known name (`penstock models`), a directory in Hugging Face format, or a hub id."""
-    engine: EngineConfig = EmbeddedEngineConfig()
+    engines: EnginesConfig = EnginesConfig()
+    """What answers, how many of it, and how the weights reach it."""
     train: TrainWorkerConfig = TrainWorkerConfig()
-    manager: AgentLoopManagerConfig
+    tasks: TaskSpecConfig | list[TaskSpecConfig] | None = None
+    """What is trained on, for short: becomes `manager.tasks`, and is kept and changed there."""
+    manager: AgentLoopManagerConfig = pydantic.Field(default_factory=lambda: AgentLoopManagerConfig(tasks=[]))
+    """The tasks, and how they are produced. Exactly one of `tasks` and `manager` is given."""
     replay_buffer: ReplayBufferConfig = ReplayBufferConfig(storage="sqlite")
     evaluator: EvaluatorConfig | None = None
     trackers: list[TrackerConfig] = [JsonlTrackerConfig(), TensorBoardTrackerConfig()]
@@ -58,9 +63,25 @@ class RLTrainerConfig(Config):
     cpu_threads: int | None = pydantic.Field(default=None, ge=1)
     sync_timeout_s: float = pydantic.Field(default=300.0, gt=0)
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _tasks_for_short(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        rest = {name: value for name, value in values.items() if name != "tasks"}
+        tasks = values.get("tasks")
+        if tasks is None and "manager" not in values:
+            raise ValueError("there is nothing to train on: give tasks=[...], or manager=AgentLoopManagerConfig(...)")
+        if tasks is None:
+            return rest
+        if "manager" in values:
+            raise ValueError("tasks and manager are both given; the manager has its tasks: give one of the two")
+        return rest | {"manager": AgentLoopManagerConfig(tasks=tasks if isinstance(tasks, list) else [tasks])}
+
     def problems(self) -> Iterator[str]:
         tasks = self.manager.task_list
         yield from _sampling_problems(tasks)
+        yield from deadline_problems(self)
         if self.train_batch_size % self.train.updates_per_batch:
             yield (
                 f"train_batch_size is {self.train_batch_size} and train.updates_per_batch is "
@@ -86,59 +107,51 @@ class RLTrainerConfig(Config):
         """CPU threads of the trainer and of each engine; None leaves it to torch."""
         return self.cpu_threads, self.cpu_threads
 
-    def build_engine(self, model_dir: Path, tokenizer: Tokenizer) -> Engine:
-        return self.engine.build(str(model_dir), tokenizer, deterministic=self.deterministic, threads=self.threads()[1])
+    def evaluate(self, *, observers: Observers | None = None, out_dir: Path | None = None) -> dict[str, float]:
+        """The evaluator alone, on `model` as it is.
 
-    def evaluate(self, *, display: Display | None = None) -> dict[str, float]:
-        """The evaluator alone, on `model` as it is."""
+        With `out_dir` the answers (`answers.jsonl`) and the figures (`result.json`) are written there.
+        """
         from penstock.trainer.parts import evaluate_once
 
-        for part in (self.engine, self.evaluator):
+        for part in (self.engines, self.evaluator):
             if part is not None:
                 part.check()
-        return evaluate_once(self, display or make_display(terminal=False))
+        return evaluate_once(self, observers or plain_observers(), out_dir)
 
 
 class RLColocateTrainerConfig(RLTrainerConfig):
     """Engine and trainer take turns on the same devices."""
 
     def build(
-        self, *, run_dir: Path | str, display: Display | None = None, resume: str | None = None, profile: bool = False
+        self,
+        *,
+        run_dir: Path | str,
+        observers: Observers | None = None,
+        resume: str | None = None,
+        profile: bool = False,
     ) -> RLColocateTrainer:
         """See `build_trainer`."""
         from penstock.trainer.colocate import RLColocateTrainer
         from penstock.trainer.parts import build_trainer
 
-        return build_trainer(self, RLColocateTrainer, Path(run_dir), display, resume, profile=profile)
+        return build_trainer(
+            self, RLColocateTrainer, Path(run_dir), observers or plain_observers(), resume, profile=profile
+        )
 
 
 class RLDisaggregatedTrainerConfig(RLTrainerConfig):
     """A producer in the background and the trainer in front of it, each on devices of its own."""
 
-    engine: EngineConfig = EmbeddedEngineConfig(process=True)
-
-    num_engines: int = pydantic.Field(default=1, ge=1)
-    controller: RolloutControllerConfig = RolloutControllerConfig()
-    """The one door to the engines: health, restarts, routing."""
+    engines: EnginesConfig = EnginesConfig(engine=EmbeddedEngineConfig(process=True))
 
     def threads(self) -> tuple[int | None, int | None]:
         """Trainer and engines work at once, so they divide the cores."""
         cores = self.cpu_threads or os.cpu_count() or 2
-        return max(1, cores - cores // 2), max(1, cores // 2 // self.num_engines)
-
-    def build_engine(self, model_dir: Path, tokenizer: Tokenizer) -> Engine:
-        """Processes behind a controller, which restarts what dies; an engine in this process stands alone."""
-        if not self.engine.process:
-            return super().build_engine(model_dir, tokenizer)
-        engines = {}
-        for number in range(self.num_engines):
-            engines[f"engine-{number}"] = super().build_engine(model_dir, tokenizer)
-        return self.controller.build(engines)
+        return max(1, cores - cores // 2), max(1, cores // 2 // self.engines.num_engines)
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if self.num_engines > 1 and not self.engine.process:
-            yield f"num_engines is {self.num_engines}; several engines need engine.process=True"
         for task in self.manager.task_list:
             strategy = task.produce_strategy_config
             if isinstance(strategy, SyncProduceStrategyConfig):
@@ -146,20 +159,32 @@ class RLDisaggregatedTrainerConfig(RLTrainerConfig):
                     f"task {task.task_name!r}: produce_strategy_config is SyncProduceStrategyConfig; a producer beside "
                     "the trainer needs AsyncProduceStrategyConfig"
                 )
-            if strategy.should_continue_fn is not default_should_continue:
+            if strategy.should_continue_fn is not default_should_continue_fn:
                 yield (
                     f"task {task.task_name!r}: should_continue_fn is {dotted_name(strategy.should_continue_fn)}; only "
                     "a colocated run can end production early"
                 )
 
     def build(
-        self, *, run_dir: Path | str, display: Display | None = None, resume: str | None = None, profile: bool = False
+        self,
+        *,
+        run_dir: Path | str,
+        observers: Observers | None = None,
+        resume: str | None = None,
+        profile: bool = False,
     ) -> RLDisaggregatedTrainer:
         """See `build_trainer`."""
         from penstock.trainer.disaggregated import RLDisaggregatedTrainer
         from penstock.trainer.parts import build_trainer
 
-        return build_trainer(self, RLDisaggregatedTrainer, Path(run_dir), display, resume, profile=profile)
+        return build_trainer(
+            self, RLDisaggregatedTrainer, Path(run_dir), observers or plain_observers(), resume, profile=profile
+        )
+
+
+def plain_observers() -> Observers:
+    """For a run that nobody gave any: lines on standard output."""
+    return Observers(display=make_display(terminal=False))
 
 
 def _sampling_problems(tasks: list[TaskSpecConfig]) -> Iterator[str]:

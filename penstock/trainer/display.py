@@ -4,24 +4,40 @@
     time        where the seconds of the run went, by stage
     tasks       one bar per task while a batch is produced
 
-A metric that a run does not report is not shown. The trainer calls the methods; nothing here waits or raises.
+A metric that a run does not report is not shown. A display is a sink of the run's events; nothing here waits.
 """
 
 from __future__ import annotations
 
-import contextlib
+import abc
+import io
 import itertools
 import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from penstock.events import (
+    Alarm,
+    EngineChanged,
+    EvaluationDone,
+    Event,
+    Note,
+    RunBegan,
+    RunEnded,
+    StageBegan,
+    StepGivenBack,
+    StepTrained,
+    TaskProgress,
+    Warned,
+)
 
 STAGES = {
     "time/produce_s": ("produce", "cyan"),
@@ -31,46 +47,119 @@ STAGES = {
     "time/sync_s": ("sync", "magenta"),
     "time/eval_s": ("eval", "yellow"),
 }
+SHOWN_STAGES = {name for name, _ in STAGES.values()} | {"load", "evaluate", "export"}
+"""Those within another are too short to read."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 64
 
 
-class Display(Protocol):
+class Display(abc.ABC):
+    """A sink of the run's events. `notice` raises when nobody can read along any more."""
+
+    def notice(self, event: Event) -> None:
+        match event:
+            case RunBegan():
+                self.start(f"{event.run_name}: {event.model}", event.total_steps)
+            case StageBegan() if event.stage in SHOWN_STAGES:
+                self.stage(event.stage)
+            case TaskProgress():
+                rest = {"pending": event.pending, "expired": event.expired, "tokens": event.tokens}
+                self.progress(event.task, event.done, event.due, **rest)
+            case StepTrained():
+                self.step(event.train_step, event.metrics)
+            case EvaluationDone():
+                self.evaluated(event.model_step, event.metrics)
+            case StepGivenBack():
+                self.note(f"train step {event.train_step} refused: {event.reason}")
+            case EngineChanged() if event.reason != "closed":
+                self.note(f"{event.engine} is {event.state}{f': {event.reason}' if event.reason else ''}")
+            case Warned():
+                self.note(f"warning: {event.text}")
+            case Note() | Alarm():
+                self.note(event.text)
+            case RunEnded() if event.error is None:
+                self.finish(event.summary)
+        self.require_readable()
+
+    @abc.abstractmethod
+    def require_readable(self) -> None:
+        """Raises OSError or ValueError when what was written did not arrive."""
+
+    @abc.abstractmethod
     def start(self, title: str, total_steps: int) -> None: ...
 
+    @abc.abstractmethod
     def stage(self, name: str) -> None:
         """What the run does now: produce, train, sync, ..."""
-        ...
 
+    @abc.abstractmethod
     def progress(self, task: str, done: int, target: int, **fields: float) -> None:
         """Groups of a task that are ready, of those wanted. Fields, when known: pending, expired, tokens (so far)."""
-        ...
 
+    @abc.abstractmethod
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
+    @abc.abstractmethod
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
+    @abc.abstractmethod
     def note(self, text: str) -> None:
         """One line that stays."""
-        ...
 
+    @abc.abstractmethod
     def finish(self, summary: Mapping[str, Any]) -> None: ...
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Give the terminal back. Idempotent; also after an error."""
-        ...
 
 
 def make_display(terminal: bool) -> Display:
-    return LiveDisplay(Console()) if terminal else PlainDisplay(sys.stdout)
+    # None when the process was started without one.
+    out = Output(sys.stdout if sys.stdout is not None else io.StringIO())
+    return LiveDisplay(Console(file=cast(TextIO, out))) if terminal else PlainDisplay(cast(TextIO, out))
 
 
-class PlainDisplay:
+class Output:
+    """A stream that may break. What cannot be written is dropped; `error` says why, from then on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.error: Exception | None = None
+
+    @property
+    def encoding(self) -> str:
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        if self.error is None:
+            try:
+                # A terminal without these letters shows others in their place.
+                self._stream.write(text.encode(self.encoding, "replace").decode(self.encoding))
+            except (OSError, ValueError) as error:
+                self.error = error
+        return len(text)
+
+    def flush(self) -> None:
+        if self.error is None:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError) as error:
+                self.error = error
+
+    def isatty(self) -> bool:
+        return self.error is None and self._stream.isatty()
+
+
+class PlainDisplay(Display):
     """Lines for logs and pipes: one per step, one per evaluation."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self._total = 0
+
+    def require_readable(self) -> None:
+        _require_readable(self._out)
 
     def start(self, title: str, total_steps: int) -> None:
         self._total = total_steps
@@ -99,17 +188,16 @@ class PlainDisplay:
         pass
 
     def _line(self, text: str) -> None:
-        if self._out.closed:
-            return
-        try:
-            print(text, file=self._out, flush=True)
-        except BrokenPipeError:
-            # Whoever read along has left; the run goes on without them.
-            with contextlib.suppress(BrokenPipeError):
-                self._out.close()
+        print(text, file=self._out, flush=True)
 
 
-class LiveDisplay:
+def _require_readable(out: Any) -> None:
+    error = getattr(out, "error", None)
+    if error is not None:
+        raise error
+
+
+class LiveDisplay(Display):
     """A picture that is redrawn in place; notes and evaluations scroll away above it."""
 
     def __init__(self, console: Console) -> None:
@@ -126,6 +214,9 @@ class LiveDisplay:
         self._rewards: list[float] = []
         self._evaluations: list[tuple[int, Mapping[str, float]]] = []
         self._tasks: dict[str, tuple[int, int, dict[str, float]]] = {}
+
+    def require_readable(self) -> None:
+        _require_readable(self._console.file)
 
     def start(self, title: str, total_steps: int) -> None:
         self._title, self._total, self._began = title, total_steps, time.monotonic()

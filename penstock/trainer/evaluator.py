@@ -1,7 +1,8 @@
 """Evaluator: how good the weights are on prompts that are not trained.
 
 Groups are made by an `AgentLoopManager` of its own with a buffer of its own, so evaluation never mixes with training.
-Every prompt is asked exactly once; one that fails is counted as failed and never replaced by another.
+Every prompt is asked exactly once; one that fails is counted as failed and never replaced by another. Its requests go
+on while production is paused: an evaluation beside training never waits for a drain that waits for it.
 """
 
 from __future__ import annotations
@@ -15,31 +16,60 @@ import msgspec
 import numpy as np
 import pydantic
 
+from penstock.agent_loop import AgentLoopConfig
 from penstock.config import Config
-from penstock.data import PromptSet
+from penstock.data import PromptSet, PromptSourceConfig, SamplerConfig
 from penstock.errors import UserFunctionError
+from penstock.events import Nobody, Observer
 from penstock.judger import JudgerSet
 from penstock.ports import Engine, Tokenizer
-from penstock.produce import (
-    AgentLoopManager,
-    AgentLoopManagerConfig,
-    SyncProduceStrategyConfig,
-    TaskSpecConfig,
-    World,
-)
-from penstock.produce.watchdog import OnProgress
+from penstock.produce import AgentLoopManagerConfig, AskOnceStrategyConfig, TaskSpecConfig, World
+from penstock.produce.config import JudgerChoice
 from penstock.replay import ReplayBuffer
 from penstock.rollout import FinishReason, Group, RolloutState
 
 GREEDY = "-greedy"
 """What the greedy twin of a task is called."""
 
+NAMESPACE = "eval/"
+"""Tells the evaluation's requests from training's on the same engines."""
+
 ComputeMetric = Callable[[list[RolloutState]], dict[str, float]]
 
 
+class EvalTaskConfig(Config):
+    """A named set of prompts to evaluate on, with its own loop and judger."""
+
+    task_name: str = pydantic.Field(min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
+    dataset: PromptSourceConfig
+    agent_loop_config: AgentLoopConfig
+    judger_config: JudgerChoice
+    samples_per_prompt: int = pydantic.Field(default=1, ge=1)
+
+    def spec(self) -> TaskSpecConfig:
+        return TaskSpecConfig(
+            task_name=self.task_name,
+            sampler_config=SamplerConfig(dataset=self.dataset, prompt_repeat_k=self.samples_per_prompt, shuffle=False),
+            agent_loop_config=self.agent_loop_config,
+            judger_config=self.judger_config,
+            produce_strategy_config=AskOnceStrategyConfig(),
+        )
+
+    def greedy(self) -> EvalTaskConfig:
+        """The same prompts, once each, at temperature 0."""
+        return EvalTaskConfig(
+            task_name=self.task_name + GREEDY,
+            dataset=self.dataset,
+            agent_loop_config=self.agent_loop_config.replace("sample_params.temperature", 0.0),
+            judger_config=self.judger_config,
+        )
+
+
 class EvaluatorConfig(Config):
-    tasks: list[TaskSpecConfig]
-    """`sampler_config.prompt_repeat_k` is the number of samples per prompt."""
+    """What is evaluated, how often each prompt is asked, and what is made of the answers."""
+
+    tasks: list[EvalTaskConfig | TaskSpecConfig]
+    """Of a training task's configuration the prompts, their number of samples, the loop and the judger are used."""
     greedy: bool = False
     """Ask every prompt once more at temperature 0."""
     eval_sample_num: int | None = pydantic.Field(default=None, ge=1)
@@ -48,6 +78,10 @@ class EvaluatorConfig(Config):
     """A score of at least this counts as right."""
     compute_metric_func: Callable[..., Any] | None = None
     """`(rollouts) -> dict[str, float]` in place of the default metrics."""
+
+    @property
+    def eval_tasks(self) -> list[EvalTaskConfig]:
+        return [task if isinstance(task, EvalTaskConfig) else _of_training(task) for task in self.tasks]
 
     def problems(self) -> Iterator[str]:
         if not self.tasks:
@@ -60,9 +94,9 @@ class EvaluatorConfig(Config):
         yield from self.manager_config().problems()
 
     def manager_config(self) -> AgentLoopManagerConfig:
-        """All tasks and their greedy twins, each prompt once, nothing refilled."""
-        sampled = [_ask_once(task) for task in self.tasks]
-        return AgentLoopManagerConfig(tasks=sampled + [_greedy(task) for task in sampled if self.greedy])
+        """All tasks and their greedy twins, each prompt once."""
+        tasks = self.eval_tasks + [task.greedy() for task in self.eval_tasks if self.greedy]
+        return AgentLoopManagerConfig(tasks=[task.spec() for task in tasks])
 
 
 class Evaluation(msgspec.Struct, frozen=True):
@@ -74,6 +108,8 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 
 class Evaluator:
+    """Built once and asked as often as wanted, one evaluation at a time."""
+
     def __init__(
         self,
         config: EvaluatorConfig,
@@ -83,46 +119,46 @@ class Evaluator:
         tokenizer: Tokenizer,
         judgers: JudgerSet,
         seed: int,
+        namespace: str = NAMESPACE,
         dead_letters: Path | None = None,
-        on_progress: OnProgress | None = None,
+        observer: Observer | None = None,
     ) -> None:
+        """`prompts` are by task, those of a greedy twin under the name of its task."""
         self._config = config
-        self._prompts = {name: _first(prompt_set, config.eval_sample_num) for name, prompt_set in prompts.items()}
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._judgers = judgers
-        self._seed = seed
-        self._dead_letters = dead_letters
-        self._on_progress = on_progress
-
-    async def evaluate(self, model_step: int, *, shares_engine: bool = False) -> Evaluation:
-        """Ask everything of the weights the engine serves now.
-
-        The engine is paused when it returns; with `shares_engine` it must be running, and is left so.
-        """
-        config = self._config.manager_config()
-        world = World(
-            engine=self._engine,
-            tokenizer=self._tokenizer,
-            judgers=self._judgers,
-            buffer=ReplayBuffer(),
-            prompts={task.task_name: self._prompts[_base_name(task.task_name)] for task in config.task_list},
-            run_seed=self._seed,
-            dead_letters=self._dead_letters,
-            on_progress=self._on_progress,
-            pauses_engine=not shares_engine,
-            request_prefix="eval/",
+        manager_config = config.manager_config()
+        asked = {
+            task.task_name: _first(prompts[task.task_name.removesuffix(GREEDY)], config.eval_sample_num)
+            for task in manager_config.task_list
+        }
+        self._sizes = {name: len(prompt_set) for name, prompt_set in asked.items()}
+        self._manager = manager_config.build(
+            World(
+                engine=engine,
+                tokenizer=tokenizer,
+                judgers=judgers,
+                buffer=ReplayBuffer(),
+                prompts=asked,
+                run_seed=seed,
+                dead_letters=dead_letters,
+                observer=observer or Nobody(),
+                pauses_engine=False,
+                on_pause="serve",
+                namespace=namespace,
+            )
         )
-        manager = config.build(world, _EveryPrompt)
-        manager.needs_groups = False
-        sizes = {name: len(prompts) for name, prompts in world.prompts.items()}
-        result = await manager.produce_batch(sum(sizes.values()), model_step + 1, model_step=model_step)
+
+    async def evaluate(self, model_step: int) -> Evaluation:
+        """Ask everything of the weights the engine serves now, paused or not."""
+        result = await self._manager.ask(self._sizes, model_step=model_step)
         metrics: dict[str, float] = {}
         for greedy in (False, True) if self._config.greedy else (False,):
             chosen = [g for g in result.groups if g[0].task_name.endswith(GREEDY) == greedy]
-            asked = sum(n for name, n in sizes.items() if name.endswith(GREEDY) == greedy)
+            asked = sum(n for name, n in self._sizes.items() if name.endswith(GREEDY) == greedy)
             metrics |= self._metrics(chosen, asked, "eval/greedy_" if greedy else "eval/")
         return Evaluation(model_step, metrics, result.groups)
+
+    async def close(self) -> None:
+        await self._manager.close()
 
     def _metrics(self, groups: list[Group], asked: int, prefix: str) -> dict[str, float]:
         function = self._config.compute_metric_func
@@ -137,13 +173,6 @@ class Evaluator:
         return {f"{prefix}{name}": value for name, value in computed.items()} | {
             f"{prefix}failed_prompts": float(asked - len(groups))
         }
-
-
-class _EveryPrompt(AgentLoopManager):
-    """Each task's batch is all of its prompts; none has to succeed."""
-
-    def get_task_batch_sizes(self, batch_size: int, train_step: int) -> dict[str, int]:
-        return {name: len(task.runtime.sampler) for name, task in self.tasks.items()}
 
 
 def default_metrics(groups: Sequence[Group], success_score: float) -> dict[str, float]:
@@ -178,18 +207,14 @@ def _score(rollout: RolloutState) -> float:
     return rollout.reward.score
 
 
-def _ask_once(task: TaskSpecConfig) -> TaskSpecConfig:
-    once = task.replace("produce_strategy_config", SyncProduceStrategyConfig(refill=False))
-    return once.replace("sampler_config.shuffle", False).replace("weight", 1.0)
-
-
-def _greedy(task: TaskSpecConfig) -> TaskSpecConfig:
-    once = task.replace("sampler_config.prompt_repeat_k", 1).replace("task_name", task.task_name + GREEDY)
-    return once.replace("agent_loop_config.sample_params.temperature", 0.0)
-
-
-def _base_name(task_name: str) -> str:
-    return task_name.removesuffix(GREEDY)
+def _of_training(task: TaskSpecConfig) -> EvalTaskConfig:
+    return EvalTaskConfig(
+        task_name=task.task_name,
+        dataset=task.sampler_config.dataset,
+        agent_loop_config=task.agent_loop_config,
+        judger_config=task.judger_config,
+        samples_per_prompt=task.sampler_config.prompt_repeat_k,
+    )
 
 
 def _first(prompts: PromptSet, n: int | None) -> PromptSet:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.learn.save import write_tensors
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -28,14 +30,7 @@ class Files:
         path.write_bytes(content)
 
     def write_tensors(self, path: Path, tensors: dict[str, Tensor]) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        try:
-            save_file(tensors, path)
-        except SafetensorError as error:
-            # It has no error of its own for a disk that is full.
-            raise OSError(f"{path}: {error}") from error
+        write_tensors(path, tensors)
 
     def flush(self, path: Path) -> None:
         """fsync of a file, or of a directory: which names it holds."""

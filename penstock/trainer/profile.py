@@ -5,7 +5,7 @@
     <task>       each rollout of the task: waiting for the engine, then for its judge
     engine       each step of an embedded engine in this process: prefill, decode, sample
 
-Off by default. `OFF` records nothing, and then engine and judgers are not wrapped at all.
+Off by default: then there is no profile, and neither engine nor judgers are wrapped.
 """
 
 from __future__ import annotations
@@ -20,70 +20,79 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
+from penstock.engine.controller import RolloutController
+from penstock.events import Event, StageBegan, StageEnded, StepTrained
 from penstock.judger import JudgerSet
 from penstock.judger.config import JudgerConfig
 from penstock.ports import Completion, Engine, GenerateRequest, Judger
 from penstock.rollout import Group, RolloutState, Unjudged, Verdict
 
-TRAINER, EVALUATION, ENGINE = "trainer", "evaluation", "engine"
-_PARTS = "seconds/"
-_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+TRAINER, ENGINE = "trainer", "engine"
+_PARTS = "train/seconds/"
 
 
 class Profile:
-    """Records spans. Those of one lane follow or contain each other; those of a rollout carry its id."""
+    """A sink of the run's events. Spans of one lane follow or contain each other; those of a rollout carry its id."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._began = time.perf_counter()
         # The engine's thread finds its lane there.
         self._lanes: dict[str, int] = {TRAINER: 1, ENGINE: 2}
         self._ids = itertools.count(1)
         self._events: list[dict[str, Any]] = []
+        self._open: dict[tuple[str, str], float] = {}
+        self._trained_at = 0.0
 
-    def span(self, name: str, *, lane: str = TRAINER) -> AbstractContextManager[None]:
-        return self._span(name, lane)
+    def notice(self, event: Event) -> None:
+        if isinstance(event, StageBegan):
+            self._open[event.lane, event.stage] = time.perf_counter()
+        elif isinstance(event, StageEnded):
+            started = self._open.pop((event.lane, event.stage), self._began)
+            name = f"step {event.train_step}" if event.stage == "step" else event.stage
+            self._add(name, started, time.perf_counter(), event.lane, {})
+            if event.stage == "train":
+                self._trained_at = started
+        elif isinstance(event, StepTrained):
+            self._parts_of_training(event.metrics)
 
-    def rollout(self, name: str, *, task: str, rollout_id: str) -> AbstractContextManager[None]:
-        """One of many at the same time; all of a task share a lane."""
-        return self._overlapping(name, task, rollout_id)
-
-    def parts_of(self, started: float, metrics: Mapping[str, float]) -> None:
-        """A worker's `seconds/<part>`, in the order it did them. Several micro-batches take turns; here they add up."""
-        parts = {name.removeprefix(_PARTS): s for name, s in metrics.items() if name.startswith(_PARTS)}
-        end = started + parts.pop("total", sum(parts.values()))
-        for name, seconds in parts.items():
-            # Each was measured within the total; rounding must not carry the last one out of it.
-            stopped = min(started + seconds, end)
-            self._add(name, started, stopped, TRAINER, {"micro_batches": metrics.get("micro_batches", 1.0)})
-            started = stopped
-
-    def wrap_engine(self, engine: Engine) -> Engine:
-        from penstock.engine.torch_engine.engine import EmbeddedEngine
-
-        if isinstance(engine, EmbeddedEngine):
-            engine.watch(lambda stage, began, ended: self._add(stage, began, ended, ENGINE, {}))
-        return cast(Engine, _TimedEngine(engine, self))
-
-    def judgers(self) -> JudgerSet:
-        return _TimedJudgers(self)
-
-    def write(self, path: Path) -> None:
-        """Raises OSError."""
+    def close(self) -> None:
+        """Write it, also that of a run which failed. Raises OSError."""
         names = [
             {"name": "thread_name", "ph": "M", "pid": os.getpid(), "tid": tid, "args": {"name": lane}}
             for lane, tid in self._lanes.items()
         ]
         # Of two that begin together the longer one comes first: it contains the other.
         events = sorted(self._events, key=lambda event: (event["ts"], -event.get("dur", 0)))
-        path.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}), encoding="utf-8")
+        self._path.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
-    @contextlib.contextmanager
-    def _span(self, name: str, lane: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._add(name, started, time.perf_counter(), lane, {})
+    def rollout(self, name: str, *, task: str, rollout_id: str) -> AbstractContextManager[None]:
+        """One of many at the same time; all of a task share a lane."""
+        return self._overlapping(name, task, rollout_id)
+
+    def _parts_of_training(self, metrics: Mapping[str, float]) -> None:
+        """A worker's `seconds/<part>`, in the order it did them. Several micro-batches take turns; here they add up."""
+        parts = {name.removeprefix(_PARTS): s for name, s in metrics.items() if name.startswith(_PARTS)}
+        started = self._trained_at
+        end = started + parts.pop("total", sum(parts.values()))
+        for name, seconds in parts.items():
+            # Each was measured within the total; rounding must not carry the last one out of it.
+            stopped = min(started + seconds, end)
+            micro_batches = {"micro_batches": metrics.get("train/micro_batches", 1.0)}
+            self._add(name, started, stopped, TRAINER, micro_batches)
+            started = stopped
+
+    def wrap_engine(self, controller: RolloutController) -> Engine:
+        """The same door, with every answer on the timeline, and every step of an engine in this process."""
+        from penstock.engine.torch_engine.engine import EmbeddedEngine
+
+        for engine in controller.engines.values():
+            if isinstance(engine, EmbeddedEngine):
+                engine.watch(lambda stage, began, ended: self._add(stage, began, ended, ENGINE, {}))
+        return cast(Engine, _TimedEngine(controller, self))
+
+    def judgers(self) -> JudgerSet:
+        return _TimedJudgers(self)
 
     @contextlib.contextmanager
     def _overlapping(self, name: str, task: str, rollout_id: str) -> Iterator[None]:
@@ -105,31 +114,6 @@ class Profile:
 
     def _microseconds(self, at: float) -> int:
         return round((at - self._began) * 1e6)
-
-
-class _Off(Profile):
-    """Does nothing, and costs a call."""
-
-    def __init__(self) -> None:
-        pass
-
-    def span(self, name: str, *, lane: str = TRAINER) -> AbstractContextManager[None]:
-        return _NOTHING
-
-    def parts_of(self, started: float, metrics: Mapping[str, float]) -> None:
-        pass
-
-    def wrap_engine(self, engine: Engine) -> Engine:
-        return engine
-
-    def judgers(self) -> JudgerSet:
-        return JudgerSet()
-
-    def write(self, path: Path) -> None:
-        pass
-
-
-OFF = _Off()
 
 
 class _TimedEngine:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import CheckpointError, RefusedError
+from penstock.replay import ReplayBuffer
 from penstock.replay.ledger import LOCK_FILE, has_ledger
 from penstock.replay.lock import check_free
 from penstock.trainer.checkpoints import Checkpoint, CheckpointStore
@@ -27,6 +28,8 @@ class Beginning(msgspec.Struct, frozen=True):
     """None for a fresh run."""
     notes: list[str] = []
     """What to tell the user: checkpoints that were passed over, settings that changed."""
+    newest: int | None = None
+    """The step of the newest checkpoint there was, whole or not."""
 
 
 def find_beginning(run_dir: Path, resume: str | None, config: dict[str, Any], store: CheckpointStore) -> Beginning:
@@ -65,7 +68,22 @@ def find_beginning(run_dir: Path, resume: str | None, config: dict[str, Any], st
         )
     changed = [f"changed: {difference}" for difference in config_differences(checkpoint.config, config)]
     skipped = [f"checkpoint passed over: {problem}" for problem in checkpoint.skipped]
-    return Beginning(checkpoint, [*skipped, *changed, f"resuming from {checkpoint.path}"])
+    notes = [*skipped, *changed, f"resuming from {checkpoint.path}"]
+    return Beginning(checkpoint, notes, max(store.steps()))
+
+
+def require_unchanged(beginning: Beginning, run_dir: Path, buffer: ReplayBuffer, store: CheckpointStore) -> None:
+    """To be called when the ledger is held: what was found before must still be there, and nothing new.
+
+    Between the two another process may have begun a run there, and ended it. Raises CheckpointError.
+    """
+    checkpoint, steps = beginning.checkpoint, store.steps()
+    if checkpoint is None and (buffer.position or steps):
+        if steps:
+            raise CheckpointError(f"{run_dir}: another process began a run there meanwhile; use another --run-dir")
+        raise CheckpointError(f"{run_dir}: its ledger holds groups, but there is no checkpoint left")
+    if checkpoint is not None and (checkpoint.step not in steps or max(steps) != beginning.newest):
+        raise CheckpointError(f"{run_dir}: another process went on with the run meanwhile; try again")
 
 
 def _check_writable(run_dir: Path) -> None:

@@ -1,4 +1,10 @@
-"""Where a run's metrics go: a JSONL file, TensorBoard events, Weights & Biases. One `log` per step."""
+"""Where a run's metrics go: a JSONL file, TensorBoard events, Weights & Biases. One `log` per step and evaluation.
+
+An evaluation beside training ends when later steps are already logged. Its metrics have the step of the weights that
+answered, and series of their own (`eval/...`), so that no series goes back: in `metrics.jsonl` the lines stand in the
+order of time and `kind` tells the two apart; TensorBoard has a step per series; for Weights & Biases the axis of
+`eval/...` is `eval/model_step`.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +14,25 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from penstock.config import Config
 from penstock.errors import StorageError
+from penstock.events import EvaluationDone, Event, RunBegan, StepTrained
+
+Kind = Literal["train", "eval"]
 
 
 class Tracker(Protocol):
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep one step's metrics; in the file when it returns. Raises StorageError when it could not be written."""
+    """Where metrics go."""
+
+    def log(self, step: int, metrics: Mapping[str, float], *, kind: Kind = "train") -> None:
+        """Keep one step's or one evaluation's metrics; in the file when it returns.
+
+        Raises StorageError when it could not be written; then the run goes on without this tracker.
+        """
         ...
 
     def resume(self, step: int) -> None:
@@ -35,8 +49,29 @@ class TrackerConfig(Config, abc.ABC):
     def build(self, run_dir: Path, *, run_name: str) -> Tracker: ...
 
 
+class TrackerSink:
+    """Tells a tracker of the steps and evaluations of a run."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+
+    def notice(self, event: Event) -> None:
+        if isinstance(event, RunBegan) and event.resumed_from is not None:
+            self._tracker.resume(event.resumed_from)
+        elif isinstance(event, StepTrained):
+            self._tracker.log(event.train_step, event.metrics, kind="train")
+        elif isinstance(event, EvaluationDone):
+            self._tracker.log(event.model_step, event.metrics, kind="eval")
+
+    def close(self) -> None:
+        self._tracker.close()
+
+
 class JsonlTrackerConfig(TrackerConfig):
-    """One line per step in `metrics.jsonl`: {"step": 1, "reward/mean": 0.25, ...}. Not a number is written as null."""
+    """Lines in `metrics.jsonl`: {"step": 1, "kind": "train", "time": 1.7e9, "reward/mean": 0.25, ...}.
+
+    `time` is the wall clock's. Not a number is written as null.
+    """
 
     file: str = "metrics.jsonl"
 
@@ -79,8 +114,8 @@ class JsonlTracker:
         except OSError as error:
             raise StorageError(f"{path} cannot be opened: {error}") from error
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        line = msgspec.json.encode({"step": step, **metrics}) + b"\n"
+    def log(self, step: int, metrics: Mapping[str, float], *, kind: Kind = "train") -> None:
+        line = msgspec.json.encode({"step": step, "kind": kind, "time": round(time.time(), 3), **metrics}) + b"\n"
         try:
             written = self._file.write(line)
         except OSError as error:
@@ -116,7 +151,7 @@ class TensorBoardTracker:
         except OSError as error:
             raise StorageError(f"{directory} cannot be written: {error}") from error
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], *, kind: Kind = "train") -> None:
         from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
@@ -146,9 +181,12 @@ class WandbTracker:
         self._run: Any = wandb.init(
             project=project, name=run_name, dir=str(run_dir), mode="offline" if offline else "online"
         )
+        # Its own step only counts up, and drops what comes late; so every series names its axis.
+        self._run.define_metric("*", step_metric="train_step")
+        self._run.define_metric("eval/*", step_metric="eval/model_step")
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+    def log(self, step: int, metrics: Mapping[str, float], *, kind: Kind = "train") -> None:
+        self._run.log({"train_step" if kind == "train" else "eval/model_step": step, **metrics})
 
     def resume(self, step: int) -> None:
         """A process is a run of its own there; its steps go on."""

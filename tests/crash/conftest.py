@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from penstock.events import Event, Note
 from penstock.cli import load_config
 from penstock.models import set_cache_directory
 from penstock.testing.faults import Faults, FaultyDisk, FaultyFiles
@@ -26,16 +27,17 @@ def model_cache(tmp_path_factory):
 
 
 class Said:
-    """A display that remembers its notes."""
+    """A sink that remembers the notes."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def note(self, text: str) -> None:
-        self.notes.append(text)
+    def notice(self, event: Event) -> None:
+        if isinstance(event, Note):
+            self.notes.append(event.text)
 
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments, **named: None
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -47,17 +49,18 @@ def said():
 def build(model_cache):
     """A trainer of a recipe in this process, with faults if there are to be any."""
 
-    def build(recipe: str, run_dir: Path, *, steps: int = 6, display: Any = None, **faults: Faults) -> Any:
+    def build(recipe: str, run_dir: Path, *, steps: int = 6, sink: Any = None, **faults: Faults) -> Any:
         from penstock.trainer.colocate import RLColocateTrainer
         from penstock.trainer.disaggregated import RLDisaggregatedTrainer
+        from penstock.trainer.observers import Observers
         from penstock.trainer.parts import build_trainer
 
-        settings = [*SMALL, f"total_steps={steps}", "engine.process=false"]
+        settings = [*SMALL, f"total_steps={steps}", "engines.engine.process=false"]
         return build_trainer(
             load_config(recipe, settings),
             RLColocateTrainer if recipe == "tiny" else RLDisaggregatedTrainer,
             run_dir,
-            display,
+            Observers(sink=sink) if sink is not None else None,
             "auto",
             disk=FaultyDisk(faults["ledger"]) if "ledger" in faults else None,
             files=FaultyFiles(faults["files"]) if "files" in faults else None,

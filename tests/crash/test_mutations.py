@@ -94,7 +94,7 @@ def test_two_hundred_damaged_checkpoints_fall_back_loudly_and_none_starts_from_s
 @pytest.mark.parametrize("seed", range(4))
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_to_the_same_weights(build, run_dir, whole, said, seed):
     what = damage(random.Random(f"run {seed}"), checkpoint(run_dir, 6))
-    build("tiny", run_dir, steps=STEPS + 2, display=said).fit()
+    build("tiny", run_dir, steps=STEPS + 2, sink=said).fit()
     assert any(note.startswith("checkpoint passed over") for note in said.notes), what
     assert "at step 4; groups given back: {'trained': 8}" in said.notes
     check_ledger(run_dir).require_none()

@@ -56,12 +56,16 @@ class Trainer(msgspec.Struct, frozen=True):
 
 STEPS = 12
 EVAL_INTERVAL = 6
-IN_PROCESS = "engine.process=false"
+IN_PROCESS = "engines.engine.process=false"
 SYNC = Trainer("tiny", "tiny", deterministic=True)
 SYNC_EVALUATED = Trainer("tiny, evaluated", "tiny", (), deterministic=True)
 ASYNC = Trainer("tiny-async", "tiny-async", ("evaluator=null", IN_PROCESS))
 ASYNC_EVALUATED = Trainer("tiny-async, evaluated", "tiny-async", (IN_PROCESS,))
-PROCESS = Trainer("tiny-async, engine process", "tiny-async")
+PROCESS = Trainer(
+    "tiny-async, engine process",
+    "tiny-async",
+    ("evaluator=null", f'engines.engine.environment=["{TAG}"]'),
+)
 
 
 class Instant(msgspec.Struct, frozen=True):

@@ -38,7 +38,7 @@ def test_when_no_engine_can_come_back_the_run_stops_names_them_and_resumes_with_
     shutil.copytree(resolve_model("tiny"), model)
     weights = model / "model.safetensors"
     command = ["train", "tiny-async", "--run-dir", "run", "--set", f"model={model}", "--set", "evaluator=null"]
-    command += ["--set", "num_engines=2", "--set", "checkpoint_interval=2"]
+    command += ["--set", "engines.num_engines=2", "--set", "checkpoint_interval=2"]
     run = penstock(*command, "--set", "total_steps=100000")
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 120
@@ -71,28 +71,32 @@ def test_when_no_engine_can_come_back_the_run_stops_names_them_and_resumes_with_
     check_ledger(tmp_path / "run").require_none()
 
 
-class LosesATensor:
-    """The trainer's weights without the first of them."""
-
-    def __init__(self, source):
-        self._source = source
-
-    def tensors(self):
-        return iter(list(self._source.tensors())[1:])
-
-
 class BadChannel:
-    """A weight channel that spoils what it carries from some model step on."""
+    """A weight channel whose source loses its first tensor from some model step on."""
 
     def __init__(self, inner, first_bad):
         self._inner = inner
         self._first_bad = first_bad
+        self._source = LosesATensor(inner._weights)
+        inner._weights = self._source
 
-    async def publish(self, source, model_step):
-        return await self._inner.publish(LosesATensor(source) if model_step >= self._first_bad else source, model_step)
+    async def publish(self, model_step):
+        self._source.broken = model_step >= self._first_bad
+        return await self._inner.publish(model_step)
 
     async def close(self):
         await self._inner.close()
+
+
+class LosesATensor:
+    """The trainer's weights; when broken, without the first of them."""
+
+    def __init__(self, source):
+        self._source = source
+        self.broken = False
+
+    def tensors(self):
+        return iter(list(self._source.tensors())[1 if self.broken else 0 :])
 
 
 def test_weights_that_no_engine_takes_stop_the_run_and_the_model_step_stays(tmp_path, read_lines):
@@ -109,6 +113,24 @@ def test_weights_that_no_engine_takes_stop_the_run_and_the_model_step_stays(tmp_
 
     config.build(run_dir=run_dir, resume="auto").fit()
     assert [line["step"] for line in read_lines(run_dir / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
-    newest = [run[0] for row in read_lines(run_dir / "trajectories" / "step-6.jsonl") for run in row["model_steps"]]
+    newest = [run[0] for row in read_lines(run_dir / "trajectories" / "step-000006.jsonl") for run in row["model_steps"]]
     assert max(newest) <= 5
     check_ledger(run_dir).require_none()
+
+
+def test_a_colocated_engine_process_that_is_killed_comes_back_and_the_run_ends_as_usual(penstock, tmp_path, read_lines):
+    settings = ["evaluator=null", "total_steps=12", "train_batch_size=4", "engines.engine.process=true"]
+    run = penstock("train", "tiny", "--run-dir", "run", *(f"--set={setting}" for setting in settings))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("reward/mean") >= 2):
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    (engine,) = engines_of(run.pid)
+    os.kill(engine, signal.SIGKILL)
+    output, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, output
+    assert [line["step"] for line in read_lines(metrics)] == list(range(1, 13))
+    changes = [line["state"] for line in read_lines(tmp_path / "run" / "events.jsonl") if line["kind"] == "engine_changed"]
+    assert "fenced" in changes and "active" in changes
+    check_ledger(tmp_path / "run").require_none()

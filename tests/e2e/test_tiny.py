@@ -29,7 +29,7 @@ def test_tiny_learns_and_leaves_a_complete_run_directory(tiny_run, penstock, rea
     assert max(line["train/mismatch/max_abs"] for line in steps) < 1e-4
     assert json.loads((tiny_run / "config.json").read_text())["class"] == "RLColocateTrainerConfig"
     assert list((tiny_run / "tensorboard").iterdir())
-    first = read_lines(tiny_run / "trajectories" / "step-1.jsonl")
+    first = read_lines(tiny_run / "trajectories" / "step-000001.jsonl")
     assert len(first) == 128
     assert {"prompt", "answer", "reward", "advantage", "model_steps", "staleness"} <= first[0].keys()
     # What is exported is what was trained, in the format everybody reads.
@@ -119,7 +119,7 @@ def test_a_judge_that_hangs_raises_or_answers_nan_never_yields_a_reward_and_the_
     trained = [
         rollout
         for step in (1, 2, 3)
-        for rollout in read_lines(tmp_path / "run" / "trajectories" / f"step-{step}.jsonl")
+        for rollout in read_lines(tmp_path / "run" / "trajectories" / f"step-{step:06d}.jsonl")
     ]
     assert len(trained) == 3 * 8 * 8
     assert not {rollout["ground_truth"][-1] for rollout in trained} & set("abc")
@@ -138,10 +138,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_after_three_tries_and_trains_no
     )
     monkeypatch.syspath_prepend(tmp_path)
     trainer = config.build(run_dir=tmp_path / "run")
-    before = {name: tensor.clone() for name, tensor in trainer.parts.worker.tensors()}
+    before = {name: tensor.clone() for name, tensor in trainer.parts.worker.weights.tensors()}
     with pytest.raises(StepRefused, match="train step 1 was refused 3 times in a row"):
         trainer.fit()
-    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.parts.worker.tensors())
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.parts.worker.weights.tensors())
     trainer.parts.buffer.conservation().check()
     assert trainer.summary.steps == 0
 

@@ -136,3 +136,8 @@ def test_impossible_sampling_is_refused_by_name(wrong: dict[str, float], named: 
 def test_cut_distributions_are_known_as_such() -> None:
     assert not SampleParams().truncates
     assert all(SampleParams(**cut).truncates for cut in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}))  # type: ignore[arg-type]
+
+
+def test_a_text_is_one_stop() -> None:
+    assert SampleParams(stop="</answer>").stop == ("</answer>",)  # type: ignore[arg-type]
+    assert SampleParams(stop=("a", "b")).stop == ("a", "b")

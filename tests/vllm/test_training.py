@@ -27,7 +27,7 @@ NUM_REQUESTS = 64
 CONFIG = """
     from penstock.agent_loop import SingleTurnAgentLoopConfig
     from penstock.data import ReverseWordConfig, SamplerConfig
-    from penstock.engine import VllmEngineConfig
+    from penstock.engine import EnginesConfig, VllmEngineConfig
     from penstock.learn import TrainWorkerConfig
     from penstock.produce import AgentLoopManagerConfig, AsyncProduceStrategyConfig, TaskSpecConfig
     from penstock.rollout import SampleParams
@@ -45,7 +45,9 @@ CONFIG = """
     )
     trainer = RLDisaggregatedTrainerConfig(
         model="{model}",
-        engine=VllmEngineConfig(dtype="float32", max_running=64, max_context=256, kv_cache_gb=0.1),
+        engines=EnginesConfig(
+            engine=VllmEngineConfig(dtype="float32", max_running=64, max_context=256, kv_cache_gb=0.1)
+        ),
         train=TrainWorkerConfig(lr=1e-2),
         manager=AgentLoopManagerConfig(tasks=[task]),
         total_steps=8,
@@ -99,7 +101,7 @@ def test_smollm2_hands_back_every_token_when_paused_and_its_logprobs_are_near_th
         before = (await engine.stats()).generated_tokens
         tasks = [asyncio.create_task(engine.generate(request(i, 400))) for i in range(NUM_REQUESTS)]
         await has_made(engine, before + NUM_REQUESTS)
-        await engine.pause_generation("abort")
+        await engine.pause_generation()
         completions = await asyncio.gather(*tasks)
         assert FinishReason.ABORT in {completion.finish_reason for completion in completions}
         made = sum(len(completion.ids) // 4 for completion in completions)

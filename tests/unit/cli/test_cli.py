@@ -14,12 +14,14 @@ from penstock.errors import ConfigError
 
 CONFIG = """\
 import asyncio
+import signal
 from types import SimpleNamespace
 
 import pydantic
 
 from penstock.config import Config
 from penstock.errors import DatasetError, RunError
+from penstock.events import Note
 from penstock.rollout import SampleParams
 
 
@@ -44,18 +46,22 @@ class TrainerConfig(Config):
         if self.ending == "impossible":
             yield "ending is 'impossible'; it must be possible"
 
-    def build(self, *, run_dir, display, resume, profile):
+    def build(self, *, run_dir, observers, resume, profile):
         if self.ending == "dataset":
             raise DatasetError(["rows.jsonl:3: no prompt", "rows.jsonl:9: not JSON"])
-        return Trainer(self, run_dir, display)
+        if self.ending.startswith("SIG"):
+            signal.raise_signal(getattr(signal, self.ending))
+        return Trainer(self, run_dir, observers)
 
-    def evaluate(self, *, display):
+    def evaluate(self, *, observers, out_dir):
+        out_dir.mkdir(parents=True)
+        (out_dir / "result.json").write_text("{}")
         return {"eval/accuracy": 0.5 if self.model == "smollm2-135m" else 0.0}
 
 
 class Trainer:
-    def __init__(self, config, run_dir, display):
-        self.config, self.run_dir, self.display = config, run_dir, display
+    def __init__(self, config, run_dir, observers):
+        self.config, self.run_dir, self.observers = config, run_dir, observers
 
     def fit(self):
         if self.config.ending == "run error":
@@ -66,7 +72,7 @@ class Trainer:
             raise asyncio.CancelledError
         self.run_dir.mkdir(parents=True)
         (self.run_dir / "lr").write_text(str(self.config.part.lr))
-        self.display.note(f"trained {self.config.model}")
+        self.observers.notice(Note(text=f"trained {self.config.model}"))
         return SimpleNamespace(interrupted=self.config.ending == "cut short")
 
 
@@ -249,9 +255,24 @@ def test_a_value_may_contain_an_equals_sign(folder: Path) -> None:
     assert load_config("mine.py", ["part.name=a=b"]).describe()["part"]["name"] == "a=b"
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_while_the_model_is_loaded_is_said_and_exits_130(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    [line] = fails(["train", "mine.py", "--set", f"ending={name}"], 130, capsys)
+    assert line == f"penstock: {name} while loading; nothing was trained"
+    assert [path.name for path in folder.iterdir()] == ["mine.py"]
+
+
 def test_eval_uses_the_model_given_and_prints_what_it_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "mine.py", "--model", "smollm2-135m"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "accuracy 50.0 %"
+    assert capsys.readouterr().out.splitlines()[-2:] == ["accuracy 50.0 %", "answers and figures are in evals/mine"]
+    assert (folder / "evals" / "mine" / "result.json").exists()
+    assert main(["eval", "mine.py", "--model", "smollm2-135m", "--out", "there"]) == 0
+    assert (folder / "there" / "result.json").exists()
+    capsys.readouterr()
+    [line] = fails(["eval", "mine.py", "--model", "smollm2-135m", "--out", "there"], 2, capsys)
+    assert "there exists and is not empty" in line
     [line] = fails(["eval", "mine.py", "--model", "smollm2-135m", "--set", "evaluator=null"], 2, capsys)
     assert "there is nothing to evaluate" in line
 

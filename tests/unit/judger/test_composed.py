@@ -55,7 +55,10 @@ def test_what_a_judger_config_may_be(rewards):
     )
     assert as_judger_config({"gsm8k": rewards.length}).data_sources == {"gsm8k"}
     assert native.data_sources is None
-    for wrong in ("json.dumps", 3, RankConfig, {"a": 3}, {"a": None}):
+    named = NativeJudgerConfig(reward_handler="json.dumps")
+    assert as_judger_config("json.dumps") == named
+    assert as_judger_config({"gsm8k": "json.dumps"}) == ComposedJudgerConfig(branches={"gsm8k": named})
+    for wrong in (3, RankConfig, {"a": 3}, {"a": None}):
         with pytest.raises(ConfigError):
             as_judger_config(wrong)
 

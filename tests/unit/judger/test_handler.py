@@ -100,3 +100,18 @@ def test_a_missing_extra_is_a_problem_that_says_what_to_install(rewards, make_co
     finally:
         del rewards.length.penstock_needs
     assert "pip install 'penstock[math]'" in problem
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+
+
+def trl_reward(completions, ground_truth, **columns):
+    return [1.0]
+
+
+@pytest.mark.parametrize(("function", "framework"), [(compute_score, "verl"), (trl_reward, "TRL")])
+def test_a_function_written_for_another_framework_is_refused_with_the_way_out(make_config, function, framework):
+    (problem,) = problems(make_config(function))
+    assert f"is written for {framework} and is called as (response, label, extra_info)" in problem
+    assert "def reward(response, label, extra_info): return" in problem

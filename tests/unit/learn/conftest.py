@@ -19,7 +19,19 @@ from transformers import (
 )
 
 from penstock.models.bfloat16 import keep_onednn_alive
-from penstock.rollout import FinishReason, Group, Prompt, RolloutState, Status, Tokens, Verdict, linear, pack_ids
+from penstock.rollout import (
+    ROOT,
+    FinishReason,
+    Group,
+    Prompt,
+    RolloutState,
+    Segment,
+    Status,
+    Tokens,
+    Verdict,
+    linear,
+    pack_ids,
+)
 
 # oneDNN asks once what it may use, at the first operation of the process that reaches it, whatever its dtype.
 keep_onednn_alive()
@@ -79,6 +91,42 @@ def make_random_groups(seed: int, *, num_groups: int, k: int = 4, longest: int =
     ]
 
 
+def make_random_trees(seed: int, *, num_groups: int, k: int = 3, tool_share: float = 0.3) -> list[Group]:
+    """Rollouts of one to five segments, each from anywhere in an earlier one or in the prompt; some text of tools."""
+    rng = np.random.default_rng(seed)
+    groups = make_random_groups(seed, num_groups=num_groups, k=k)
+    for rollout in (rollout for group in groups for rollout in group):
+        for index in range(1, int(rng.integers(1, 6))):
+            parent = int(rng.integers(ROOT, index))
+            before = len(rollout.prompt_ids) if parent == ROOT else len(rollout.segments[parent].tokens)
+            # A trained token has something before it.
+            start = int(rng.integers(1 if parent == ROOT else 0, before + 1))
+            ids = rng.integers(3, VOCAB, rng.integers(1, 8))
+            tokens = Tokens()
+            for token in ids:
+                tool = rng.random() < tool_share
+                tokens = tokens.append([token], None if tool else [-rng.random()], model_step=0, trained=not tool)
+            rollout.segments = (*rollout.segments, Segment(tokens, parent, start))
+    return groups
+
+
+def make_branched() -> list[Group]:
+    """A linear answer, and one of four segments: a first, one after its second token, one after all of it, and one
+    that goes on from two tokens of the prompt."""
+    [group] = [make_group(prompt=[3, 4, 5, 6], answers=[[20, 21, 22], [30, 31, 32, 33]])]
+    more = [
+        Segment(sampled([40, 41, 42]), 0, 2),
+        Segment(sampled([50, 51, 52]), 0, 4),
+        Segment(sampled([60, 61]), ROOT, 2),
+    ]
+    group[1].segments = (*group[1].segments, *more)
+    return [group]
+
+
+def sampled(ids: list[int]) -> Tokens:
+    return Tokens().append(ids, [-2.0] * len(ids), model_step=0)
+
+
 def make_model(kind: str, *, tied: bool = True) -> Any:
     torch.manual_seed(11)
     if kind == "llama":
@@ -96,6 +144,16 @@ def group_of() -> Callable[..., Group]:
 @pytest.fixture(scope="session")
 def random_groups() -> Callable[..., list[Group]]:
     return make_random_groups
+
+
+@pytest.fixture(scope="session")
+def random_trees() -> Callable[..., list[Group]]:
+    return make_random_trees
+
+
+@pytest.fixture(scope="session")
+def branched() -> Callable[[], list[Group]]:
+    return make_branched
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,20 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from penstock.errors import RunError
-from penstock.learn.batch import TrainAnswer, prepare_batch
-from penstock.rollout import FinishReason, Group, Prompt, RolloutState, Status, Tokens, Verdict, pack_ids
+from penstock.errors import RunError, UserFunctionError
+from penstock.learn.batch import TrainSegment, prepare_batch
+from penstock.rollout import (
+    ROOT,
+    FinishReason,
+    Group,
+    Prompt,
+    RolloutState,
+    Segment,
+    Status,
+    Tokens,
+    Verdict,
+    pack_ids,
+)
 
 GroupOf = Callable[..., Group]
 
@@ -14,15 +25,17 @@ def test_every_column_of_an_answer_has_one_length_and_its_advantage(group_of: Gr
     batch = prepare_batch([group_of(scores=[1.0, 3.0])], train_step=1, advantage="dr_grpo")
     [group] = batch.groups
     assert group.prompt_ids.tolist() == [3, 4, 5, 6]
-    assert [a.ids.tolist() for a in group.answers] == [[5, 6, 7], [8, 9]]
-    assert [a.advantages.tolist() for a in group.answers] == [[-1.0] * 3, [1.0] * 2]
-    assert [a.mask.tolist() for a in group.answers] == [[1, 1, 1], [1, 1]]
+    assert [s.ids.tolist() for s in batch.segments] == [[5, 6, 7], [8, 9]]
+    assert [s.advantages.tolist() for s in batch.segments] == [[-1.0] * 3, [1.0] * 2]
+    assert [s.mask.tolist() for s in batch.segments] == [[1, 1, 1], [1, 1]]
+    assert [(s.parent, s.start) for s in batch.segments] == [(ROOT, 4)] * 2
+    assert batch.advantages == {"g/0": -1.0, "g/1": 1.0}
 
 
 def test_columns_that_differ_in_length_cannot_be_made() -> None:
     four, three = np.zeros(4, np.float32), np.zeros(3, np.float32)
     with pytest.raises(ValueError, match="must be equal"):
-        TrainAnswer("r", np.zeros(4, np.int32), four, three, np.ones(4, np.uint8), np.zeros(4, np.int32), 0.0)
+        TrainSegment(np.zeros(4, np.int32), four, three, np.ones(4, np.uint8), np.zeros(4, np.int32), ROOT, 1)
 
 
 def test_tokens_at_the_staleness_threshold_are_context_and_not_trained(group_of: GroupOf) -> None:
@@ -32,7 +45,7 @@ def test_tokens_at_the_staleness_threshold_are_context_and_not_trained(group_of:
         Tokens().append([5], [-1.0], model_step=1).append([6], [-1.0], model_step=2).append([7], [-1.0], model_step=3)
     )
     batch = prepare_batch([group], train_step=5, max_token_staleness_threshold=2)
-    assert batch.groups[0].answers[0].mask.tolist() == [0, 0, 1]
+    assert batch.segments[0].mask.tolist() == [0, 0, 1]
     assert not batch.on_policy
     assert batch.metrics["staleness/max"] == 4
     assert batch.metrics["staleness/masked_tokens"] == 4
@@ -43,7 +56,7 @@ def test_tool_text_is_not_trained_and_needs_no_model_step(group_of: GroupOf) -> 
     group = group_of()
     group[0].response = Tokens().append([5], [-1.0], model_step=0).append([6, 7], trained=False)
     batch = prepare_batch([group], train_step=1)
-    assert batch.groups[0].answers[0].mask.tolist() == [1, 0, 0]
+    assert batch.segments[0].mask.tolist() == [1, 0, 0]
     assert batch.metrics["trained_tokens"] == 3
 
 
@@ -75,6 +88,21 @@ def _of_another_prompt(rollout: RolloutState) -> None:
     rollout.prompt = Prompt(ids=pack_ids([9, 9]))
 
 
+_ONE = Tokens().append([5], [-1.0], model_step=0)
+
+
+def _after_a_later_segment(rollout: RolloutState) -> None:
+    rollout.segments = (Segment(_ONE, 1, 0), Segment(_ONE))
+
+
+def _after_more_than_there_is(rollout: RolloutState) -> None:
+    rollout.segments = (Segment(_ONE), Segment(_ONE, 0, 2))
+
+
+def _after_nothing(rollout: RolloutState) -> None:
+    rollout.segments = (Segment(_ONE, ROOT, 0),)
+
+
 @pytest.mark.parametrize(
     ("spoil", "rule"),
     [
@@ -85,6 +113,9 @@ def _of_another_prompt(rollout: RolloutState) -> None:
         (_unpriced, "logprob is not finite"),
         (_of_unknown_origin, "no model step"),
         (_of_another_prompt, "not that of its group"),
+        (_after_a_later_segment, "segment 0 goes on from segment 1, which is not an earlier one"),
+        (_after_more_than_there_is, "segment 1 goes on from token 2 of 1"),
+        (_after_nothing, "segment 0 begins with a trained token and has nothing before it"),
     ],
 )
 def test_a_group_that_cannot_be_trained_is_an_error_that_names_it(
@@ -133,3 +164,62 @@ def test_a_token_of_a_lineage_that_was_left_behind_is_fresh_and_off_policy(group
     batch = prepare_batch([group], train_step=1)
     assert not batch.on_policy
     assert batch.metrics["staleness/max"] == 0
+
+
+def test_a_rollout_of_several_segments_has_one_advantage_and_counts_once(
+    group_of: GroupOf, branched: Callable[[], list[Group]]
+) -> None:
+    [group] = branched()
+    batch = prepare_batch([group], train_step=1)
+    assert batch.advantages == prepare_batch([group_of(scores=[0.0, 1.0])], train_step=1).advantages
+    linear, tree = batch.answers
+    assert [(s.parent, s.start) for s in tree.segments] == [(ROOT, 4), (0, 2), (0, 4), (ROOT, 2)]
+    assert {float(value) for s in tree.segments for value in s.advantages} == {np.float32(tree.advantage)}
+    assert (linear.num_trained, tree.num_trained) == (3, 12)
+    assert (batch.metrics["length/mean"], batch.metrics["length/max"]) == (7.5, 12)
+    assert batch.metrics["trained_tokens"] == batch.metrics["staleness/tokens_0"] == 15
+
+
+def test_rewards_are_told_by_part_and_by_task_where_there_are_several(group_of: GroupOf) -> None:
+    groups = [group_of(name, scores=scores) for name, scores in (("sums", [0.0, 1.0]), ("words", [2.0, 4.0]))]
+    for group in groups:
+        for rollout in group:
+            assert rollout.reward is not None
+            rollout.task_name = group[0].group_id
+            rollout.reward = Verdict(rollout.reward.score, {"style": rollout.reward.score / 2})
+    groups[0][0].reward = Verdict(0.0)
+    metrics = prepare_batch(groups, train_step=1).metrics
+    assert (metrics["reward/sums/mean"], metrics["reward/words/mean"], metrics["reward/mean"]) == (0.5, 3.0, 1.75)
+    assert metrics["reward/parts/style"] == pytest.approx((0.5 + 1 + 2) / 3)
+    alone = prepare_batch(groups[:1], train_step=1).metrics
+    assert "reward/sums/mean" not in alone
+
+
+def that_divides_by_zero(scores: list[list[float]]) -> list[list[float]]:
+    return [[1 / 0 for _ in group] for group in scores]
+
+
+def that_is_not_a_number(scores: list[list[float]]) -> list[list[float]]:
+    return [[float("nan") for _ in group] for group in scores]
+
+
+def that_forgets_one(scores: list[list[float]]) -> list[list[float]]:
+    return [group[1:] for group in scores]
+
+
+def that_answers_in_words(scores: list[list[float]]) -> object:
+    return "none"
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("that_divides_by_zero", "ZeroDivisionError"),
+        ("that_is_not_a_number", "2 advantages are not finite, the first is nan"),
+        ("that_forgets_one", "one number per score"),
+        ("that_answers_in_words", "ValueError"),
+    ],
+)
+def test_an_estimator_of_the_users_that_fails_is_named(group_of: GroupOf, name: str, problem: str) -> None:
+    with pytest.raises(UserFunctionError, match=rf"test_batch\.{name}, groups of \[2\]: .*{problem}"):
+        prepare_batch([group_of()], train_step=1, advantage=f"{__name__}.{name}")

@@ -31,17 +31,15 @@ def _randomize(model: Any) -> Any:
 
 def _step(
     model: Any, way: LogprobModel, batch: TrainBatch, max_tokens: int
-) -> tuple[dict[tuple[int, int], tuple[float, float]], dict[str, Any]]:
+) -> tuple[dict[int, tuple[float, float]], dict[str, Any]]:
     """Logprob and entropy of every trained token, and the gradient of the logprobs weighted by advantages."""
     model.zero_grad()
-    found = {}
+    found: dict[int, tuple[float, float]] = {}
     for micro in pack(batch, max_tokens=max_tokens, share_prompts=way.share_prompts, one_row=way.one_row):
         computed = way.logprobs(micro, batch.temperature)
         (computed.logprobs * torch.from_numpy(micro.advantages)).sum().backward()
-        for answer, token, logprob, entropy in zip(
-            micro.answer_index, micro.token_index, computed.logprobs.tolist(), computed.entropy.tolist(), strict=True
-        ):
-            found[int(answer), int(token)] = (logprob, entropy)
+        pairs = zip(computed.logprobs.tolist(), computed.entropy.tolist(), strict=True)
+        found |= dict(zip(micro.token_index.tolist(), pairs, strict=True))
     return found, {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
@@ -50,8 +48,12 @@ def _long_and_short(random_groups: RandomGroups) -> TrainBatch:
     groups = [*random_groups(3, num_groups=4), *random_groups(5, num_groups=2, longest=60)]
     batch = prepare_batch(groups, train_step=1, temperature=0.7)
     rng = np.random.default_rng(0)
-    holes = [replace(a, mask=(rng.random(len(a.ids)) < 0.7).astype(np.uint8)) for a in batch.groups[0].answers]
-    return replace(batch, groups=[*batch.groups[1:], replace(batch.groups[0], answers=holes)])
+    holed = []
+    for answer in batch.groups[0].answers:
+        [segment] = answer.segments
+        mask = (rng.random(len(segment)) < 0.7).astype(np.uint8)
+        holed.append(replace(answer, segments=[replace(segment, mask=mask)]))
+    return replace(batch, groups=[*batch.groups[1:], replace(batch.groups[0], answers=holed)])
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])

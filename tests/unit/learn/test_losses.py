@@ -114,3 +114,14 @@ def test_a_bad_token_that_became_far_more_likely_cannot_outweigh_the_others() ->
     assert capped.loss.tolist() == pytest.approx([2.0, 3.0, -1.2])
     assert _gradient(capped, tokens) == pytest.approx([2.0, 0.0, 0.0])
     assert _gradient(ppo(tokens, LossConfig(ratio_cap=None)), tokens) == pytest.approx([2.0, 190.0, 0.0])
+
+
+@pytest.mark.parametrize("cap", [3.0, None])
+@pytest.mark.parametrize("difference", [89.0, 1000.0, -1000.0])
+def test_a_log_ratio_that_no_number_holds_has_a_finite_gradient(difference: float, cap: float | None) -> None:
+    recorded = torch.tensor([-1000.0, -1000.0])
+    logprobs = (recorded + difference).requires_grad_()
+    tokens = LossTokens(logprobs, recorded, torch.tensor([1.0, -1.0]), on_policy=False)
+    terms = ppo(tokens, LossConfig(ratio_cap=cap))
+    assert terms.loss.isfinite().all()
+    assert _gradient(terms, tokens) == [0.0, 0.0]

@@ -1,5 +1,4 @@
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,30 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask
 
-from penstock.learn.batch import TrainBatch, prepare_batch
+from penstock.learn.batch import TrainBatch, TrainSegment, prepare_batch
 from penstock.learn.linear import Gradients
-from penstock.learn.logprobs import PlainModel, block_mask, flex_mask, sees
+from penstock.learn.logprobs import PlainModel, dense_mask, flex_mask, sees
 from penstock.learn.pack import MicroBatch, pack
-from penstock.rollout import Group, Tokens
+from penstock.rollout import ROOT, Group, Segment, Tokens
 
 RandomGroups = Callable[..., list[Group]]
 ModelOf = Callable[..., Any]
 
 
-def _tokens_by_answer(micro_batches: list[MicroBatch]) -> dict[tuple[int, int], tuple[int, float, float]]:
-    found: dict[tuple[int, int], tuple[int, float, float]] = {}
-    for micro in micro_batches:
-        for answer, token, target, advantage, logprob in zip(
-            micro.answer_index, micro.token_index, micro.targets, micro.advantages, micro.engine_logprobs, strict=True
-        ):
-            assert (answer, token) not in found
-            found[int(answer), int(token)] = (int(target), float(advantage), float(logprob))
-    return found
-
-
 def _context(micro: MicroBatch, cell: int) -> list[int]:
     """The ids a cell sees, itself included, by position: what its logits are conditioned on."""
-    seen = block_mask(torch.from_numpy(micro.blocks), torch.from_numpy(micro.branches), torch.float32)[:, 0] == 0
+    seen = dense_mask(torch.from_numpy(micro.ends), torch.float32)[:, 0] == 0
     row, column = divmod(cell, micro.input_ids.shape[1])
     cells = np.flatnonzero(seen[row, column].numpy())
     order = np.argsort(micro.position_ids[row, cells])
@@ -41,20 +29,41 @@ def _context(micro: MicroBatch, cell: int) -> list[int]:
     return micro.input_ids[row, cells][order].tolist()  # type: ignore[no-any-return]
 
 
-def _check_every_token(batch: TrainBatch, micro_batches: list[MicroBatch]) -> None:
-    """Each trained token once, with its own advantage, predicted from its prompt and the answer before it."""
-    found = _tokens_by_answer(micro_batches)
-    expected = {
-        (index, int(token)): (int(a.ids[token]), float(a.advantages[token]), float(a.logprobs[token]))
-        for index, a in enumerate(batch.answers)
-        for token in np.flatnonzero(a.mask)
-    }
-    assert found == expected
-    prompts = [group.prompt_ids.tolist() for group in batch.groups for _ in group.answers]
+def _unshared(batch: TrainBatch) -> Iterator[tuple[int, list[int], TrainSegment]]:
+    """The naive layout: of every segment its answer, everything before it, and itself."""
+    prompts = [group.prompt_ids for group in batch.groups for _ in group.answers]
+    for index, (prompt, answer) in enumerate(zip(prompts, batch.answers, strict=True)):
+        contexts: list[list[int]] = []
+        for segment in answer.segments:
+            if segment.parent == ROOT:
+                contexts.append(prompt[: segment.start].tolist())
+            else:
+                before = answer.segments[segment.parent].ids[: segment.start].tolist()
+                contexts.append([*contexts[segment.parent], *before])
+            yield index, contexts[-1], segment
+
+
+def _check_every_token(batch: TrainBatch, micro_batches: list[MicroBatch], *, every_token: bool = False) -> None:
+    """Each trained token once, with its own advantage, predicted from everything before it and nothing else."""
+    expected = {}
+    first = 0
+    for answer, context, segment in _unshared(batch):
+        for token in range(len(segment)):
+            if (every_token or segment.mask[token]) and (context or token):
+                numbers = (int(segment.ids[token]), float(segment.advantages[token]), float(segment.logprobs[token]))
+                expected[first + token] = (answer, [*context, *segment.ids[:token].tolist()], *numbers)
+        first += len(segment)
+    found = {}
     for micro in micro_batches:
-        for cell, answer, token in zip(micro.predicting, micro.answer_index, micro.token_index, strict=True):
-            before = batch.answers[answer].ids[:token].tolist()
-            assert _context(micro, int(cell)) == prompts[answer] + before
+        assert micro.lengths.max() == micro.ends.shape[1]
+        columns = (micro.token_index, micro.answer_index, micro.predicting, micro.targets)
+        for token, answer, cell, target, advantage, logprob in zip(
+            *columns, micro.advantages, micro.engine_logprobs, strict=True
+        ):
+            assert int(token) not in found
+            context = _context(micro, int(cell))
+            found[int(token)] = (int(answer), context, int(target), float(advantage), float(logprob))
+    assert found == expected
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
@@ -63,14 +72,18 @@ def test_each_token_of_100_short_answers_keeps_its_advantage(
     random_groups: RandomGroups, share_prompts: bool, one_row: bool
 ) -> None:
     batch = prepare_batch(random_groups(1, num_groups=25, k=4), train_step=1)
-    assert len({float(a.advantages[0]) for a in batch.answers}) == 100
+    assert len({answer.advantage for answer in batch.answers}) == 100
     _check_every_token(batch, pack(batch, max_tokens=64, share_prompts=share_prompts, one_row=one_row))
 
 
 def _with_holes(batch: TrainBatch, rng: np.random.Generator) -> TrainBatch:
     """Three in ten tokens of all groups but the first are not trained, as tool text or stale tokens are."""
+
+    def holed(segment: TrainSegment) -> TrainSegment:
+        return replace(segment, mask=segment.mask * (rng.random(len(segment)) < 0.7).astype(np.uint8))
+
     groups = [
-        replace(g, answers=[replace(a, mask=(rng.random(len(a.ids)) < 0.7).astype(np.uint8)) for a in g.answers])
+        replace(g, answers=[replace(a, segments=[holed(s) for s in a.segments]) for a in g.answers])
         for g in batch.groups[1:]
     ]
     return replace(batch, groups=[batch.groups[0], *groups])
@@ -87,8 +100,75 @@ def test_any_batch_is_packed_whole_within_the_budget(
     _check_every_token(batch, micro_batches)
     for micro in micro_batches:
         assert not one_row or micro.num_cells == micro.num_used
-        one_answer = len(set(micro.answer_index.tolist())) == 1
-        assert micro.num_cells <= max_tokens or one_answer
+        assert micro.num_cells <= max_tokens or len(_segments_of(batch, micro)) == 1
+
+
+def _segments_of(batch: TrainBatch, micro: MicroBatch) -> set[int]:
+    ends = np.cumsum([len(segment) for segment in batch.segments])
+    return set(np.searchsorted(ends, micro.token_index, side="right").tolist())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    max_tokens=st.integers(1, 200),
+    share_prompts=st.booleans(),
+    one_row=st.booleans(),
+    every_token=st.booleans(),
+)
+def test_any_tree_of_segments_is_packed_as_if_each_stood_alone(
+    random_trees: RandomGroups, seed: int, max_tokens: int, share_prompts: bool, one_row: bool, every_token: bool
+) -> None:
+    batch = prepare_batch(random_trees(seed, num_groups=3, k=3), train_step=1)
+    batch = _with_holes(batch, np.random.default_rng(seed))
+    how = {"share_prompts": share_prompts, "one_row": one_row, "every_token": every_token}
+    micro_batches = pack(batch, max_tokens=max_tokens, **how)
+    _check_every_token(batch, micro_batches, every_token=every_token)
+    for micro in micro_batches:
+        assert not one_row or micro.num_cells == micro.num_used
+        assert micro.num_cells <= max_tokens or len(_segments_of(batch, micro)) == 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), max_tokens=st.integers(20, 400))
+def test_no_token_of_a_tree_stands_twice_in_a_piece(random_trees: RandomGroups, seed: int, max_tokens: int) -> None:
+    batch = prepare_batch(random_trees(seed, num_groups=2, k=3), train_step=1)
+    for micro in pack(batch, max_tokens=max_tokens, one_row=True):
+        runs = [run.tolist() for run in np.split(micro.input_ids[0], micro.runs[1:])]
+        known = [group.prompt_ids.tolist() for group in batch.groups] + [s.ids.tolist() for s in batch.segments]
+        assert all(any(run == ids[: len(run)] for ids in known) for run in runs)
+        assert len(runs) <= len(known)
+
+
+def test_segments_stand_after_what_they_go_on_from_and_share_it(branched: Callable[[], list[Group]]) -> None:
+    [group] = branched()
+    batch = prepare_batch([group], train_step=1)
+    [micro] = pack(batch, max_tokens=100)
+    # The prompt, the first answer less its last token, then the second: its first segment, what goes on from the
+    # whole of it, and from its second token; and last what goes on from two tokens of the prompt.
+    assert micro.input_ids.tolist() == [[3, 4, 5, 6, 20, 21, 30, 31, 32, 33, 50, 51, 40, 41, 60]]
+    assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 8, 9, 6, 7, 2]]
+    assert micro.ends.tolist() == [[15, 15, 14, 14, 6, 6, 14, 14, 12, 12, 12, 12, 14, 14, 15]]
+    assert micro.runs.tolist() == [0, 4, 6, 10, 12, 14]
+    _check_every_token(batch, [micro])
+
+
+def test_groups_that_ask_the_same_share_the_prompt(group_of: Callable[..., Group]) -> None:
+    groups = [group_of(name, prompt=[3, 4, 5], answers=[[6, 7], [8, 9]]) for name in ("one", "other")]
+    batch = prepare_batch(groups, train_step=1)
+    [micro] = pack(batch, max_tokens=100)
+    assert micro.input_ids.tolist() == [[3, 4, 5, 6, 8, 6, 8]]
+    _check_every_token(batch, [micro])
+
+
+def test_a_token_that_nothing_comes_before_is_not_scored(group_of: Callable[..., Group]) -> None:
+    group = group_of(answers=[[5, 6], [7]])
+    tokens = Tokens().append([9], trained=False).append([10], [-1.0], model_step=0)
+    group[1].segments = (*group[1].segments, Segment(tokens, ROOT, 0))
+    batch = prepare_batch([group], train_step=1)
+    micro_batches = pack(batch, max_tokens=100, every_token=True)
+    _check_every_token(batch, micro_batches, every_token=True)
+    assert sum(len(micro.targets) for micro in micro_batches) == sum(len(segment) for segment in batch.segments) - 1
 
 
 def test_a_group_above_the_budget_is_split_with_its_prompt_again(random_groups: RandomGroups) -> None:
@@ -100,18 +180,14 @@ def test_a_group_above_the_budget_is_split_with_its_prompt_again(random_groups: 
     _check_every_token(batch, micro_batches)
 
 
-def test_flex_attention_is_told_the_same_as_any_other(random_groups: RandomGroups) -> None:
-    batch = prepare_batch(random_groups(3, num_groups=5), train_step=1)
-    for micro in pack(batch, max_tokens=60):
-        blocks, branches = torch.from_numpy(micro.blocks), torch.from_numpy(micro.branches)
-        rows, length = blocks.shape
-        dense = create_mask(sees(blocks, branches), rows, 1, length, length, device="cpu")
-        block, branch = micro.blocks.tolist(), micro.branches.tolist()
-        for row, query, key in itertools.product(range(rows), range(length), range(length)):
-            same_branch = branch[row][key] in (0, branch[row][query])
-            visible = key <= query and block[row][query] == block[row][key] and same_branch
-            assert bool(dense[row, 0, query, key]) == visible
-        assert flex_mask(blocks, branches).shape == (rows, 1, length, length)
+def test_flex_attention_is_told_the_same_as_any_other(random_trees: RandomGroups) -> None:
+    batch = prepare_batch(random_trees(3, num_groups=3), train_step=1)
+    for micro in pack(batch, max_tokens=120):
+        ends = torch.from_numpy(micro.ends)
+        rows, length = ends.shape
+        told = create_mask(sees(ends), rows, 1, length, length, device="cpu")
+        assert torch.equal(told, dense_mask(ends, torch.float32) == 0)
+        assert flex_mask(ends).shape == (rows, 1, length, length)
 
 
 def test_the_last_token_of_an_answer_is_not_computed(group_of: Callable[..., Group]) -> None:
@@ -123,18 +199,17 @@ def test_the_last_token_of_an_answer_is_not_computed(group_of: Callable[..., Gro
     assert micro.targets.tolist() == [5, 6, 7, 8]
 
 
-def _gradients(model: Any, batch: TrainBatch, **how: Any) -> tuple[dict[tuple[int, int], float], dict[str, Any]]:
+def _gradients(model: Any, batch: TrainBatch, **how: Any) -> tuple[dict[int, float], dict[str, Any]]:
     """Logprob of every trained token, and the gradient of their advantage-weighted mean over the batch."""
     # The models are in float64, but their norms compute in float32: hence the tolerances below.
     model.zero_grad()
-    logprobs: dict[tuple[int, int], float] = {}
+    logprobs: dict[int, float] = {}
     total = sum(answer.num_trained for answer in batch.answers)
     way = PlainModel(model, Gradients(), share_prompts=how.get("share_prompts", True))
     for micro in pack(batch, **how):
         computed = way.logprobs(micro, batch.temperature).logprobs
         (computed * torch.from_numpy(micro.advantages).to(computed) / total).sum().backward()
-        for answer, token, value in zip(micro.answer_index, micro.token_index, computed.tolist(), strict=True):
-            logprobs[int(answer), int(token)] = value
+        logprobs |= dict(zip(micro.token_index.tolist(), computed.tolist(), strict=True))
     return logprobs, {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
@@ -153,20 +228,16 @@ def test_sharing_prompts_changes_neither_logprobs_nor_gradient(
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_the_logprobs_are_those_of_the_whole_model(tiny_model: ModelOf, random_groups: RandomGroups, kind: str) -> None:
+def test_the_logprobs_are_those_of_the_whole_model(tiny_model: ModelOf, random_trees: RandomGroups, kind: str) -> None:
     model = tiny_model(kind)
-    batch = prepare_batch(random_groups(4, num_groups=3), train_step=1, temperature=1.3)
+    batch = prepare_batch(random_trees(4, num_groups=3, tool_share=0.0), train_step=1, temperature=1.3)
+    logprobs = []
     with torch.no_grad():
-        logprobs, index = {}, 0
-        for group in batch.groups:
-            for answer in group.answers:
-                ids = torch.tensor([*group.prompt_ids.tolist(), *answer.ids.tolist()])
-                table = (model(input_ids=ids[None]).logits[0] / 1.3).log_softmax(-1)
-                start = len(group.prompt_ids)
-                for token in range(len(answer.ids)):
-                    logprobs[index, token] = table[start + token - 1, ids[start + token]].item()
-                index += 1
-    assert _gradients(model, batch, max_tokens=500)[0] == pytest.approx(logprobs, abs=1e-5)
+        for _, context, segment in _unshared(batch):
+            ids = torch.tensor([*context, *segment.ids.tolist()])
+            table = (model(input_ids=ids[None]).logits[0] / 1.3).log_softmax(-1)
+            logprobs += [table[at - 1, ids[at]].item() for at in range(len(context), len(ids))]
+    assert _gradients(model, batch, max_tokens=500)[0] == pytest.approx(dict(enumerate(logprobs)), abs=1e-5)
 
 
 def test_micro_batches_add_up_to_the_gradient_of_one_batch(tiny_model: ModelOf, random_groups: RandomGroups) -> None:

@@ -1,5 +1,8 @@
+import asyncio
 import shutil
-from collections.abc import Callable
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,17 +17,19 @@ from transformers import (
     CohereForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
 )
 
-from penstock.errors import ModelError, RunError, StepRefused, StorageError
-from penstock.learn.batch import TrainBatch, prepare_batch
+from penstock.errors import CheckpointError, ModelError, RunError, StepRefused, StorageError, UserFunctionError
+from penstock.learn.batch import TrainAnswer, TrainBatch, prepare_batch
 from penstock.learn.config import LossConfig, TrainWorkerConfig
 from penstock.learn.load import can_share_prompts, check_head
 from penstock.learn.losses import LossTerms, LossTokens
 from penstock.learn.worker import TorchTrainWorker
-from penstock.rollout import Group
+from penstock.rollout import FloatArray, Group, Tokens
 
 RandomGroups = Callable[..., list[Group]]
 
@@ -38,8 +43,31 @@ def _worker(model_dir: Path, **fields: Any) -> TorchTrainWorker:
     return TrainWorkerConfig(**{"lr": 1e-3, **fields}).build(model_dir, total_steps=10, threads=1)
 
 
+def _train(worker: TorchTrainWorker, batch: TrainBatch) -> dict[str, float]:
+    return asyncio.run(worker.train(batch)).metrics
+
+
+def _scores(worker: TorchTrainWorker, batch: TrainBatch) -> list[FloatArray]:
+    """Of every segment, in the batch's order."""
+    return [segment for rollout in asyncio.run(worker.score(batch)).values() for segment in rollout]
+
+
+def _state(worker: TorchTrainWorker) -> dict[str, torch.Tensor]:
+    """Optimiser and schedule, as they are saved."""
+    with tempfile.TemporaryDirectory() as directory:
+        asyncio.run(worker.save(Path(directory)))
+        return load_file(Path(directory) / "optimizer.safetensors")
+
+
+def _continue(first: TorchTrainWorker, second: TorchTrainWorker) -> None:
+    """The second goes on from where the first stands."""
+    with tempfile.TemporaryDirectory() as directory:
+        asyncio.run(first.save(Path(directory)))
+        asyncio.run(second.load(Path(directory)))
+
+
 def _weights(worker: TorchTrainWorker) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in worker.tensors()}
+    return {name: tensor.clone() for name, tensor in worker.weights.tensors()}
 
 
 def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -47,11 +75,14 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def _with_advantage(batch: TrainBatch, advantage: float) -> TrainBatch:
-    groups = [
-        replace(g, answers=[replace(a, advantages=np.full_like(a.advantages, advantage)) for a in g.answers])
-        for g in batch.groups
-    ]
-    return replace(batch, groups=groups)
+    def changed(answer: TrainAnswer) -> TrainAnswer:
+        return replace(
+            answer,
+            advantage=advantage,
+            segments=[replace(s, advantages=np.full_like(s.advantages, advantage)) for s in answer.segments],
+        )
+
+    return replace(batch, groups=[replace(g, answers=[changed(a) for a in g.answers]) for g in batch.groups])
 
 
 def exploding_after_the_first_update(tokens: LossTokens, config: LossConfig) -> LossTerms:
@@ -66,12 +97,12 @@ def with_a_gradient_that_is_not_a_number(tokens: LossTokens, config: LossConfig)
 
 def test_training_raises_the_logprob_of_better_answers(model_dir: Path, batch: TrainBatch) -> None:
     worker = _worker(model_dir)
-    before = worker.score(batch)
+    before = _scores(worker, batch)
     for _ in range(5):
-        metrics = worker.train(batch)
-    after = worker.score(batch)
+        metrics = _train(worker, batch)
+    after = _scores(worker, batch)
     gain = [float((b - a).mean()) for a, b in zip(before, after, strict=True)]
-    scores = [float(answer.advantages[0]) for answer in batch.answers]
+    scores = [answer.advantage for answer in batch.answers]
     assert np.corrcoef(gain, scores)[0, 1] > 0.5
     assert metrics["tokens"] == batch.metrics["trained_tokens"]
     assert metrics["lr"] == 1e-3
@@ -84,9 +115,9 @@ def test_the_mismatch_is_that_of_the_engine_and_the_trainer(
     model_dir: Path, batch: TrainBatch, random_groups: RandomGroups
 ) -> None:
     worker = _worker(model_dir)
-    scored = np.concatenate(worker.score(batch))
-    recorded = np.concatenate([answer.logprobs for answer in batch.answers])
-    metrics = worker.train(batch)
+    scored = np.concatenate(_scores(worker, batch))
+    recorded = np.concatenate([segment.logprobs for segment in batch.segments])
+    metrics = _train(worker, batch)
     assert metrics["mismatch/mean_abs"] == pytest.approx(np.abs(scored - recorded).mean(), rel=1e-4)
     assert metrics["mismatch/max_abs"] == pytest.approx(np.abs(scored - recorded).max(), rel=1e-4)
 
@@ -104,7 +135,7 @@ def test_micro_batches_and_sharing_change_the_step_by_rounding_only(model_dir: P
     for aggregation in ({}, {"aggregation": "sequence-mean"}, {"aggregation": "constant", "constant_length": 9}):
         loss = LossConfig(**aggregation)
         # One step of AdamW is nearly the sign of the gradient; a large eps keeps it linear and comparable.
-        results = [_worker(model_dir, loss=loss, eps=1.0, **way).train(batch) for way in ways]
+        results = [_train(_worker(model_dir, loss=loss, eps=1.0, **way), batch) for way in ways]
         for key in ("loss", "grad_norm", "entropy", "mismatch/mean_abs", "mismatch/k3_kl"):
             assert [r[key] for r in results] == pytest.approx([results[0][key]] * len(ways), rel=1e-4, abs=1e-6), key
         assert results[1]["micro_batches"] > 1 == results[0]["micro_batches"]
@@ -120,7 +151,7 @@ def test_the_same_batch_on_the_same_threads_gives_the_same_bits(
             model_dir, total_steps=10, deterministic=True, threads=2
         )
         for _ in range(3):
-            worker.train(batch)
+            _train(worker, batch)
         weights.append(_weights(worker))
     assert _same(*weights)
     assert not torch.are_deterministic_algorithms_enabled()
@@ -128,21 +159,24 @@ def test_the_same_batch_on_the_same_threads_gives_the_same_bits(
 
 def test_one_step_is_that_of_a_plain_loop_over_the_answers(model_dir: Path, batch: TrainBatch) -> None:
     worker = _worker(model_dir, max_grad_norm=0.5, weight_decay=0.1)
-    metrics = worker.train(batch)
+    metrics = _train(worker, batch)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": [p for p in model.parameters() if p.dim() == 2]}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
     total = sum(answer.num_trained for answer in batch.answers)
     for group in batch.groups:
         for answer in group.answers:
-            ids = torch.tensor([*group.prompt_ids.tolist(), *answer.ids.tolist()])
+            [segment] = answer.segments
+            ids = torch.tensor([*group.prompt_ids.tolist(), *segment.ids.tolist()])
             table = model(input_ids=ids[None]).logits[0].log_softmax(-1)[:-1]
             logprobs = table.gather(1, ids[1:, None])[len(group.prompt_ids) - 1 :, 0]
-            (-(logprobs * torch.from_numpy(answer.advantages)).sum() / total).backward()
+            (-(logprobs * torch.from_numpy(segment.advantages)).sum() / total).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
     optimizer.step()
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     expected = dict(model.named_parameters())
-    for name, tensor in worker.tensors():
+    for name, tensor in worker.weights.tensors():
         # AdamW's first step is lr times the gradient's sign; a gradient near 0 may turn, so two steps apart at most.
         difference = (tensor - expected[name].detach()).abs()
         assert difference.max() <= 2.1e-3
@@ -153,9 +187,9 @@ def test_off_policy_steps_clip_against_the_engine_and_on_policy_ones_do_not(
     model_dir: Path, random_groups: RandomGroups
 ) -> None:
     groups = random_groups(8, num_groups=4)
-    on_policy = _worker(model_dir).train(prepare_batch(groups, train_step=1))
-    stale = _worker(model_dir).train(prepare_batch(groups, train_step=2))
-    twice = _worker(model_dir, updates_per_batch=2).train(prepare_batch(groups, train_step=1))
+    on_policy = _train(_worker(model_dir), prepare_batch(groups, train_step=1))
+    stale = _train(_worker(model_dir), prepare_batch(groups, train_step=2))
+    twice = _train(_worker(model_dir, updates_per_batch=2), prepare_batch(groups, train_step=1))
     assert on_policy["clip_fraction_low"] == on_policy["clip_fraction_high"] == 0
     assert stale["clip_fraction_low"] > 0
     assert twice["clip_fraction_low"] > 0
@@ -164,17 +198,17 @@ def test_off_policy_steps_clip_against_the_engine_and_on_policy_ones_do_not(
 @pytest.mark.parametrize("share_prompts", [True, False])
 def test_a_step_that_is_not_finite_changes_nothing(model_dir: Path, batch: TrainBatch, share_prompts: bool) -> None:
     worker, twin = _worker(model_dir, share_prompts=share_prompts), _worker(model_dir, share_prompts=share_prompts)
-    worker.train(batch)
-    twin.train(batch)
-    weights, state = _weights(worker), {k: v.clone() for k, v in worker.state_dict().items()}
+    _train(worker, batch)
+    _train(twin, batch)
+    weights, state = _weights(worker), _state(worker)
     poisoned = _with_advantage(batch, float("inf"))
     with pytest.raises(StepRefused, match="train step 1: loss is"):
-        worker.train(poisoned)
+        _train(worker, poisoned)
     assert _same(_weights(worker), weights)
-    assert _same(worker.state_dict(), state)
+    assert _same(_state(worker), state)
     assert all(parameter.grad is None for parameter in worker.model.parameters())
-    worker.train(batch)
-    twin.train(batch)
+    _train(worker, batch)
+    _train(twin, batch)
     assert _same(_weights(worker), _weights(twin))
 
 
@@ -183,59 +217,110 @@ def test_a_finite_loss_with_a_gradient_that_is_not_is_refused(model_dir: Path, b
     worker = _worker(model_dir, loss=loss)
     weights = _weights(worker)
     with pytest.raises(StepRefused, match=r"loss is 0\.0, gradient norm is nan"):
-        worker.train(batch)
+        _train(worker, batch)
     assert _same(_weights(worker), weights)
-    assert worker.steps_done == 0
+    assert int(_state(worker)["steps_done"]) == 0
 
 
 def test_a_refused_second_update_takes_the_first_back(model_dir: Path, batch: TrainBatch) -> None:
     loss = LossConfig(name=f"{__name__}.exploding_after_the_first_update")
     worker = _worker(model_dir, updates_per_batch=2)
-    worker.train(batch)
+    _train(worker, batch)
     exploding = _worker(model_dir, updates_per_batch=2, loss=loss)
-    exploding.load_state_dict(worker.state_dict())
-    weights, state = _weights(exploding), {k: v.clone() for k, v in exploding.state_dict().items()}
+    _continue(worker, exploding)
+    weights, state = _weights(exploding), _state(exploding)
     half = len(batch.groups) // 2
     late = _with_advantage(batch, 1000.0).groups[half:]
     with pytest.raises(StepRefused):
-        exploding.train(TrainBatch(2, [*batch.groups[:half], *late]))
+        _train(exploding, TrainBatch(2, [*batch.groups[:half], *late]))
     assert _same(_weights(exploding), weights)
-    assert _same(exploding.state_dict(), state)
+    assert _same(_state(exploding), state)
 
 
 def test_a_batch_with_fewer_groups_than_updates_is_an_error(model_dir: Path, batch: TrainBatch) -> None:
     with pytest.raises(RunError, match="updates_per_batch is 5, but train step 1 has 4 groups"):
-        _worker(model_dir, updates_per_batch=5).train(batch)
+        _train(_worker(model_dir, updates_per_batch=5), batch)
 
 
 def test_the_schedule_that_is_configured_is_used(model_dir: Path, batch: TrainBatch) -> None:
     worker = _worker(model_dir, warmup_steps=2, schedule="linear")
-    assert [worker.train(batch)["lr"] for _ in range(3)] == pytest.approx([5e-4, 1e-3, 1e-3 * 7 / 8])
+    assert [_train(worker, batch)["lr"] for _ in range(4)] == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3 * 7 / 8])
 
 
-def test_a_run_continued_from_its_state_gives_the_same_bits(model_dir: Path, batch: TrainBatch, tmp_path: Path) -> None:
-    whole = _worker(model_dir, warmup_steps=3)
-    whole.train(batch)
-    whole.save_hf(str(tmp_path / "saved"))
-    state = {key: value.clone() for key, value in whole.state_dict().items()}
-    whole.train(batch)
-    resumed = _worker(tmp_path / "saved", warmup_steps=3)
-    resumed.load_state_dict(state)
-    resumed.train(batch)
-    assert resumed.steps_done == 2
+def test_a_run_continued_from_what_was_saved_gives_the_same_bits(model_dir: Path, batch: TrainBatch) -> None:
+    whole, resumed = _worker(model_dir, warmup_steps=3), _worker(model_dir, warmup_steps=3)
+    _train(whole, batch)
+    _continue(whole, resumed)
+    rates = [_train(worker, batch)["lr"] for worker in (whole, resumed)]
+    assert rates == [2e-3 / 3] * 2
     assert _same(_weights(resumed), _weights(whole))
+    assert _same(_state(resumed), _state(whole))
 
 
-def test_a_state_of_another_model_is_refused_and_changes_nothing(model_dir: Path, batch: TrainBatch) -> None:
+def _spoilt(directory: Path, name: str, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    tensors = load_file(directory / name)
+    change(tensors)
+    save_file(tensors, directory / name)
+    return directory
+
+
+def _forget(state: dict[str, torch.Tensor], parameter: str) -> None:
+    for key in [key for key in state if key.endswith(f".{parameter}")]:
+        del state[key]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("optimizer", lambda t: t.update({"exp_avg.nowhere": torch.zeros(1)}), r"unknown \['nowhere'\]"),
+        ("optimizer", lambda t: t.pop("steps_done"), "no steps_done"),
+        ("optimizer", lambda t: _forget(t, "model.norm.weight"), r"missing \['model.norm.weight'\]"),
+        ("optimizer", lambda t: t.update({"exp_avg.model.norm.weight": torch.zeros(3)}), "of another shape"),
+        ("model", lambda t: t.pop("model.norm.weight"), r"\['model.norm.weight'\] are missing or differ"),
+        ("model", lambda t: t.update({"model.norm.weight": torch.zeros(3)}), "are missing or differ"),
+    ],
+)
+def test_a_state_of_another_model_is_refused_and_changes_nothing(
+    model_dir: Path,
+    batch: TrainBatch,
+    tmp_path: Path,
+    name: str,
+    change: Callable[[dict[str, torch.Tensor]], None],
+    problem: str,
+) -> None:
     worker = _worker(model_dir)
-    worker.train(batch)
-    state = worker.state_dict()
-    with pytest.raises(RunError, match=r"unknown \['nowhere'\]"):
-        worker.load_state_dict({**state, "exp_avg.nowhere": torch.zeros(1)})
-    with pytest.raises(RunError, match="no steps_done"):
-        worker.load_state_dict({key: value for key, value in state.items() if key != "steps_done"})
-    assert worker.steps_done == 1
-    assert _same(worker.state_dict(), state)
+    asyncio.run(worker.save(tmp_path))
+    _train(worker, batch)
+    other = tmp_path / "other"
+    other.mkdir()
+    asyncio.run(worker.save(other))
+    weights, state = _weights(worker), _state(worker)
+    with pytest.raises(CheckpointError, match=problem):
+        asyncio.run(worker.load(_spoilt(other, f"{name}.safetensors", change)))
+    assert _same(_weights(worker), weights)
+    assert _same(_state(worker), state)
+
+
+def test_files_that_are_missing_or_damaged_are_refused_by_name(model_dir: Path, tmp_path: Path) -> None:
+    worker = _worker(model_dir)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be loaded"):
+        asyncio.run(worker.load(tmp_path))
+    asyncio.run(worker.save(tmp_path))
+    (tmp_path / "optimizer.safetensors").write_bytes(b"half")
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors cannot be loaded"):
+        asyncio.run(worker.load(tmp_path))
+    with pytest.raises(StorageError, match=r"model\.safetensors could not be written"):
+        asyncio.run(worker.save(tmp_path / "nowhere"))
+
+
+def test_saved_files_may_be_read_as_any_other_file(model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "any").touch()
+    worker = _worker(model_dir)
+    asyncio.run(worker.save(tmp_path))
+    asyncio.run(worker.save_hf(tmp_path / "hf"))
+    modes = {path.name: path.stat().st_mode for path in tmp_path.rglob("*") if path.is_file()}
+    assert len(modes) >= 5
+    assert set(modes.values()) == {modes["any"]}
 
 
 def test_the_tensors_have_the_names_of_the_saved_model(model_dir: Path) -> None:
@@ -250,9 +335,9 @@ def test_a_saved_model_appears_whole_replaces_the_old_and_keeps_the_tokenizer(
 ) -> None:
     worker = _worker(model_dir)
     target = tmp_path / "hf" / "step-1"
-    worker.save_hf(str(target))
-    worker.train(batch)
-    worker.save_hf(str(target))
+    asyncio.run(worker.save_hf(target))
+    _train(worker, batch)
+    asyncio.run(worker.save_hf(target))
     assert _same(load_file(target / "model.safetensors"), _weights(worker))
     assert (target / "tokenizer_config.json").read_text() == "{}"
     assert [path.name for path in target.parent.iterdir()] == ["step-1"]
@@ -261,7 +346,7 @@ def test_a_saved_model_appears_whole_replaces_the_old_and_keeps_the_tokenizer(
 def test_a_place_that_cannot_be_written_is_a_storage_error(model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="could not be written"):
-        _worker(model_dir).save_hf(str(tmp_path / "file" / "model"))
+        asyncio.run(_worker(model_dir).save_hf(tmp_path / "file" / "model"))
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
@@ -312,9 +397,9 @@ def test_a_model_that_scales_its_logits_is_refused() -> None:
 def _gradient(model_dir: Path, batch: TrainBatch, **fields: Any) -> torch.Tensor:
     """That of a first step, read from the optimiser's first moment."""
     worker = _worker(model_dir, max_grad_norm=1e9, **fields)
-    worker.train(batch)
-    assert {str(tensor.dtype) for _, tensor in worker.tensors()} == {"torch.float32"}
-    return torch.cat([v.flatten() for key, v in worker.state_dict().items() if key.startswith("exp_avg.")])
+    _train(worker, batch)
+    assert {str(tensor.dtype) for _, tensor in worker.weights.tensors()} == {"torch.float32"}
+    return torch.cat([v.flatten() for key, v in _state(worker).items() if key.startswith("exp_avg.")])
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -329,7 +414,7 @@ def test_bfloat16_gives_nearly_the_gradient_of_float32_and_keeps_float32_weights
 
 
 def test_bfloat16_logprobs_are_near_those_of_float32(model_dir: Path, batch: TrainBatch) -> None:
-    exact, rounded = (np.concatenate(_worker(model_dir, dtype=d).score(batch)) for d in ("float32", "bfloat16"))
+    exact, rounded = (np.concatenate(_scores(_worker(model_dir, dtype=d), batch)) for d in ("float32", "bfloat16"))
     # Logits of this model reach 10; bfloat16 has 8 bits.
     assert np.abs(exact - rounded).mean() < 0.03
     assert np.abs(exact - rounded).max() < 0.2
@@ -347,14 +432,172 @@ def test_auto_is_bfloat16_for_the_fused_passes_of_a_run_that_need_not_be_determi
     monkeypatch.setattr("penstock.models.bfloat16.has_fast_products", lambda: True)
     config = TrainWorkerConfig(dtype="auto", fused=fused)
     worker = config.build(model_dir, total_steps=10, threads=1, deterministic=deterministic)
-    assert worker.train(batch)["bfloat16"] == (fused and not deterministic)
+    assert _train(worker, batch)["bfloat16"] == (fused and not deterministic)
 
 
 def test_weights_that_are_loaded_count_in_bfloat16_at_once(model_dir: Path, batch: TrainBatch) -> None:
     worker, twin = _worker(model_dir, dtype="bfloat16"), _worker(model_dir, dtype="bfloat16")
-    before = np.concatenate(worker.score(batch))
-    worker.train(batch)
-    twin.load_tensors(_weights(worker))
-    after = np.concatenate(twin.score(batch))
+    before = np.concatenate(_scores(worker, batch))
+    _train(worker, batch)
+    _continue(worker, twin)
+    after = np.concatenate(_scores(twin, batch))
     assert (after != before).any()
-    assert np.array_equal(after, np.concatenate(worker.score(batch)))
+    assert np.array_equal(after, np.concatenate(_scores(worker, batch)))
+
+
+def test_norms_and_biases_do_not_decay(tiny_model: Callable[..., Any], batch: TrainBatch, tmp_path: Path) -> None:
+    tiny_model("qwen2").save_pretrained(tmp_path)
+    worker = _worker(tmp_path, lr=1e-2, weight_decay=1.0)
+    before = _weights(worker)
+    # With no advantage there is no gradient: what changes, decays.
+    _train(worker, _with_advantage(batch, 0.0))
+    unchanged = {name for name, tensor in _weights(worker).items() if torch.equal(tensor, before[name])}
+    assert unchanged == {name for name in before if "norm" in name or name.endswith("bias")}
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_the_padding_token_is_trained_as_any_other_on_both_paths(
+    batch: TrainBatch, tmp_path: Path, share_prompts: bool
+) -> None:
+    pad = int(batch.groups[0].prompt_ids[0])
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        pad_token_id=pad, tie_word_embeddings=False, initializer_range=0.2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    rows = []
+    for fused in (True, False):
+        worker = _worker(tmp_path, fused=fused, share_prompts=share_prompts, max_grad_norm=1e9)
+        _train(worker, batch)
+        rows.append(_state(worker)["exp_avg.model.embed_tokens.weight"])
+    assert rows[0][pad].abs().max() > 0
+    torch.testing.assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-7)
+
+
+def test_weights_that_the_optimiser_makes_infinite_end_the_run(
+    tiny_model: Callable[..., Any], batch: TrainBatch, tmp_path: Path
+) -> None:
+    model = tiny_model("llama", tied=False)
+    with torch.no_grad():
+        # Of a token that is nowhere in the batch, so that the gradient is finite; it decays beyond what float32 holds.
+        model.model.embed_tokens.weight[0, 0] = 3e38
+    model.save_pretrained(tmp_path)
+    worker = _worker(tmp_path, lr=10.0, weight_decay=1.0)
+    with pytest.raises(RunError, match="train step 1: the optimiser made weights that are not finite"):
+        _train(worker, batch)
+
+
+def that_answers_in_words(tokens: LossTokens, config: LossConfig) -> object:
+    return "low"
+
+
+def that_adds_up(tokens: LossTokens, config: LossConfig) -> LossTerms:
+    return LossTerms(tokens.logprobs.sum())
+
+
+def that_raises(tokens: LossTokens, config: LossConfig) -> LossTerms:
+    raise KeyError("entropy")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("that_answers_in_words", "returned a str; it must return LossTerms"),
+        ("that_adds_up", r"\['loss'\] must be tensors of [0-9]+ numbers"),
+        ("that_raises", "raised KeyError: 'entropy'"),
+    ],
+)
+def test_a_loss_of_the_users_that_fails_is_named(model_dir: Path, batch: TrainBatch, name: str, problem: str) -> None:
+    worker = _worker(model_dir, loss=LossConfig(name=f"{__name__}.{name}"))
+    with pytest.raises(UserFunctionError, match=rf"test_worker\.{name}.*{problem}"):
+        _train(worker, batch)
+
+
+# In a thread of its own.
+
+
+def test_train_returns_the_logprobs_of_its_first_pass_and_nan_where_nothing_is_trained(
+    model_dir: Path, random_groups: RandomGroups
+) -> None:
+    groups = random_groups(7, num_groups=4)
+    groups[0][0].response = Tokens().append([5, 6], [-1.0, -1.0], model_step=0).append([7, 8], trained=False)
+    batch = prepare_batch(groups, train_step=1)
+    for updates in (1, 2):
+        worker = _worker(model_dir, updates_per_batch=updates)
+        scored = asyncio.run(worker.score(batch))
+        logprobs = asyncio.run(worker.train(batch)).logprobs
+        assert list(logprobs) == list(scored) == [answer.rollout_id for answer in batch.answers]
+        [first] = logprobs["g0/0"]
+        assert first.dtype == np.float32
+        assert np.isnan(first).tolist() == [False, False, True, True]
+        # A second update starts from other weights than those that were scored.
+        same = [rollout for rollout in logprobs if updates == 1 or rollout.startswith(("g0", "g1"))]
+        for rollout in same:
+            [found], [expected] = logprobs[rollout], scored[rollout]
+            computed = ~np.isnan(found)
+            np.testing.assert_allclose(found[computed], expected[computed], atol=1e-6)
+
+
+_ENTERED, _MAY_GO_ON = threading.Event(), threading.Event()
+
+
+def that_waits(tokens: LossTokens, config: LossConfig) -> LossTerms:
+    _ENTERED.set()
+    assert _MAY_GO_ON.wait(60)
+    return LossTerms(-tokens.advantages * tokens.logprobs)
+
+
+@pytest.fixture
+def waiting_worker(model_dir: Path) -> Iterator[TorchTrainWorker]:
+    """Its first micro-batch of several waits until it may go on."""
+    _ENTERED.clear()
+    _MAY_GO_ON.clear()
+    loss = LossConfig(name=f"{__name__}.that_waits")
+    yield _worker(model_dir, loss=loss, max_tokens_per_micro_batch=16)
+    _MAY_GO_ON.set()
+
+
+def test_a_step_that_is_cancelled_has_ended_and_changed_nothing_when_it_returns(
+    waiting_worker: TorchTrainWorker, batch: TrainBatch
+) -> None:
+    before, state = _weights(waiting_worker), _state(waiting_worker)
+
+    async def cancel() -> None:
+        training = asyncio.create_task(waiting_worker.train(batch))
+        await asyncio.to_thread(_ENTERED.wait, 60)
+        training.cancel()
+        done, _ = await asyncio.wait([training], timeout=0.05)
+        assert not done, "it waits for its thread"
+        training.cancel()
+        _MAY_GO_ON.set()
+        with pytest.raises(asyncio.CancelledError):
+            await training
+
+    asyncio.run(cancel())
+    assert _same(_weights(waiting_worker), before)
+    assert _same(_state(waiting_worker), state)
+    assert _train(waiting_worker, batch)["micro_batches"] > 1
+
+
+def test_what_is_saved_during_a_step_is_what_the_step_came_to(
+    waiting_worker: TorchTrainWorker, batch: TrainBatch, tmp_path: Path
+) -> None:
+    async def save_meanwhile() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(waiting_worker.train(batch))
+            await asyncio.to_thread(_ENTERED.wait, 60)
+            tasks.create_task(waiting_worker.save(tmp_path))
+            await asyncio.sleep(0)
+            _MAY_GO_ON.set()
+
+    asyncio.run(save_meanwhile())
+    assert _same(load_file(tmp_path / "model.safetensors"), _weights(waiting_worker))
+    assert int(load_file(tmp_path / "optimizer.safetensors")["steps_done"]) == 1
+
+
+def test_a_closed_worker_takes_no_more_work(model_dir: Path, batch: TrainBatch) -> None:
+    worker = _worker(model_dir)
+    asyncio.run(worker.close())
+    with pytest.raises(RuntimeError, match="shutdown"):
+        asyncio.run(worker.train(batch))

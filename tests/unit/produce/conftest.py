@@ -67,6 +67,7 @@ def context() -> Callable[..., ProduceContext]:
             train_step=train_step,
             model_step=model_step,
             update_event=event,
+            changed=world.buffer.changed,
         )
 
     return build

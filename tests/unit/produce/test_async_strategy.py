@@ -466,8 +466,8 @@ def test_at_the_cap_of_tries_a_group_waits_for_a_tail_batch(
         ctx = context(world, due=2, size=2)
         producing = asyncio.create_task(strategy_of(world).produce_batch(ctx))
         await asyncio.sleep(1)
-        playing = sorted(world.manager.tasks["task"].runtime.attempts)
-        assert all(attempt.protected for attempt in world.manager.tasks["task"].runtime.attempts.values())
+        playing = sorted(attempt.group[0].group_id for attempt in strategy_of(world).attempts())
+        assert all(attempt.protected for attempt in strategy_of(world).attempts())
         await producing
         return waiting, playing
 

@@ -364,3 +364,71 @@ def test_a_pause_during_the_backoff_ends_it_at_once_and_the_group_waits(context:
     assert run_virtual(main()) == 10.0
     assert world.buffer.count("task", Status.ABORTED) == 1
     world.check()
+
+
+class TwoTurns(AgentLoop):
+    async def generate_sample(self, rollout: RolloutState) -> RolloutState:
+        await self.generate(rollout)
+        await asyncio.sleep(1000)
+        return rollout
+
+
+def test_what_was_cut_off_is_stored_without_tokens_of_weights_that_do_not_exist(context: NewContext) -> None:
+    engine = EngineScript(faults=EngineFaults(wrong_version=1.0))
+    world = ScriptedWorld([task(loop=TwoTurns)], engine=engine)
+
+    async def main() -> None:
+        ctx = context(world)
+        attempt = ctx.begin(await ctx.sample_group(), enable_partial_rollout=True)
+        playing = asyncio.create_task(ctx.play(attempt))
+        await asyncio.sleep(100)
+        playing.cancel()
+        await asyncio.wait([playing])
+        assert all(rollout.num_tokens for rollout in attempt.group)
+        stored = attempt.interrupted()
+        assert not ctx.store(stored)
+        assert [rollout.num_tokens for rollout in stored.group] == [0, 0]
+        assert world.buffer.count("task", Status.ABORTED) == 1
+        assert world.buffer.tokens.wasted["retried"] > 0
+        world.check()
+
+    run_virtual(main())
+
+
+class MindChanged(AgentLoop):
+    """Played again after a pause, it makes another call than the one on record; from its beginning, none is."""
+
+    interrupted = False
+
+    async def generate_sample(self, rollout: RolloutState) -> RolloutState:
+        if not self.interrupted:
+            await self.call_tool(rollout, self._tool, timeout_s=10.0)
+        await self.generate(rollout)
+        return rollout
+
+    async def _tool(self) -> str:
+        return "said by a tool"
+
+
+def test_a_rollout_whose_record_does_not_fit_starts_again(context: NewContext, seconds: Seconds) -> None:
+    world = ScriptedWorld([task(loop=MindChanged, prompt_repeat_k=1)], engine=seconds(default=10))
+
+    async def main() -> Group:
+        MindChanged.interrupted = False
+        ctx = context(world)
+        playing = asyncio.create_task(ctx.generate_group(await ctx.sample_group(), enable_partial_rollout=True))
+        await asyncio.sleep(5)
+        ctx.update_event.set()
+        await world.engine.pause_generation()
+        await ctx.put_generated_group(await playing)
+        MindChanged.interrupted = True
+        await world.engine.continue_generation()
+        ctx.update_event.clear()
+        group = await ctx.generate_group(await ctx.sample_group([Status.ABORTED]), enable_partial_rollout=True)
+        assert await ctx.put_generated_group(group)
+        return group
+
+    (rollout,) = run_virtual(main())
+    assert rollout.response_text == "a" * 10
+    assert (rollout.data_failures, [turn.kind for turn in rollout.turns]) == (1, ["generate"])
+    world.check()

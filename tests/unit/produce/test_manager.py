@@ -7,7 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.agent_loop import SingleTurnAgentLoop
 from penstock.errors import CircuitOpen, DeadlineExceeded, RunError
+from penstock.events import Event, TaskProgress
 from penstock.ports import GenerateRequest
 from penstock.produce import (
     AgentLoopManager,
@@ -20,7 +22,7 @@ from penstock.produce import (
     ProduceStrategyConfig,
     SyncProduceStrategyConfig,
 )
-from penstock.replay import GroupState
+from penstock.replay import GroupState, Restored
 from penstock.rollout import Group, RolloutState, Status
 from penstock.testing import EngineFaults, EngineScript, JudgerScript, ScriptedTask, ScriptedWorld, run_virtual
 
@@ -706,7 +708,8 @@ def test_memory_and_tasks_stay_flat_over_a_long_run(asynchronous: NewTask) -> No
             states = world.buffer.conservation("task").states
             waiting = sum(n for state, n in states.items() if state not in ("trained", "discarded"))
             runtime = world.manager.tasks["task"].runtime
-            seen.append((len(asyncio.all_tasks()), waiting, len(runtime.attempts) + len(runtime.group_seconds)))
+            attempts = len(list(world.manager.tasks["task"].strategy.attempts()))
+            seen.append((len(asyncio.all_tasks()), waiting, attempts + len(runtime.group_seconds)))
         await world.manager.shutdown()
         await loop
         return seen
@@ -758,15 +761,152 @@ def test_waiting_for_a_batch_nobody_produces_ends_too(asynchronous: NewTask) -> 
         run_virtual(world.manager.get_batch(4, 1))
 
 
-def test_progress_is_reported_per_task(asynchronous: NewTask) -> None:
-    reports: list[tuple[str, int, int, dict[str, float]]] = []
+class Noted:
+    def __init__(self) -> None:
+        self.events: list[TaskProgress] = []
 
-    def note(task: str, done: int, due: int, details: dict[str, float]) -> None:
-        reports.append((task, done, due, details))
+    def notice(self, event: Event) -> None:
+        assert isinstance(event, TaskProgress)
+        self.events.append(event)
 
-    world = ScriptedWorld(on_progress=note)
+
+def test_progress_is_reported_per_task() -> None:
+    noted = Noted()
+    world = ScriptedWorld(observer=noted)
     run_virtual(world.manager.produce_batch(4, 1, model_step=0))
-    assert {report[0] for report in reports} == {"task"}
-    assert max(report[1] for report in reports) >= 3
-    assert {report[2] for report in reports} == {4}
-    assert set(reports[0][3]) >= {"pending", "expired", "tokens"}
+    assert {event.task for event in noted.events} == {"task"}
+    assert max(event.done for event in noted.events) >= 3
+    assert {event.due for event in noted.events} == {4}
+    assert noted.events[-1].tokens > 0
+
+
+# Leases, resuming, ending.
+
+
+@pytest.mark.parametrize("disaggregated", [True, False])
+def test_a_batch_that_is_handed_out_is_not_handed_out_again(asynchronous: NewTask, disaggregated: bool) -> None:
+    async def main() -> None:
+        world = ScriptedWorld([asynchronous()])
+        loop = await producing(world) if disaggregated else None
+
+        async def ask() -> None:
+            if disaggregated:
+                await world.manager.get_batch(4, 1)
+            else:
+                await world.manager.produce_batch(4, 1, model_step=0)
+
+        await ask()
+        with pytest.raises(RunError, match="the batch of train step 1 is already handed out; commit or return it"):
+            await ask()
+        assert world.buffer.state_count("task", GroupState.LEASED) == 4
+        await world.manager.return_batch(1)
+        await ask()
+        await world.manager.commit(1)
+        await world.manager.shutdown()
+        if loop is not None:
+            await loop
+
+    run_virtual(main())
+
+
+def test_progress_is_one_object_also_when_colocated() -> None:
+    async def main() -> tuple[bool, dict[str, int], int]:
+        world = ScriptedWorld(batch_size=3)
+        progress = world.manager.progress
+        for step in (1, 2):
+            await world.manager.produce_batch(3, step, model_step=step - 1)
+            await world.manager.commit(step)
+            await world.load_weights(step)
+        return world.manager.progress is progress, progress.consumed_samples, progress.next_consumer_step
+
+    assert run_virtual(main()) == (True, {"task": 6}, 3)
+
+
+def test_the_first_step_after_a_resume_reports_only_its_own_discards_and_waste() -> None:
+    def mostly(samples: list[RolloutState]) -> bool:
+        return samples[0].draw % 2 == 0
+
+    task = ScriptedTask(strategy=SyncProduceStrategyConfig(is_valid_sample_fn=mostly))
+
+    async def main() -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+        world = ScriptedWorld([task])
+        before = await world.manager.produce_batch(4, 1, model_step=0)
+        await world.manager.commit(1)
+        await world.load_weights(1)
+        # The restored buffer knows of the discards before; a new manager begins from there.
+        manager = AgentLoopManager(list(world.manager.tasks.values()), engine=world.engine, buffer=world.buffer)
+        manager.resume(1, Restored(cursors={"task": 7}, trained={"task": 4}, returned={}))
+        after = await manager.produce_batch(4, 2, model_step=1)
+        return before.tasks["task"].discarded, after.tasks["task"].discarded, after.wasted_tokens
+
+    before, after, wasted = run_virtual(main())
+    assert before == {"filtered": 3}
+    assert after == {"filtered": 4}
+    assert set(wasted) == {"filtered"}
+
+
+class NoticesItsEnd(SingleTurnAgentLoop):
+    closed = 0
+
+    async def close(self) -> None:
+        type(self).closed += 1
+
+
+@pytest.mark.parametrize("disaggregated", [True, False])
+def test_the_agent_loops_are_closed_once_in_both_modes(asynchronous: NewTask, disaggregated: bool) -> None:
+    async def main() -> int:
+        NoticesItsEnd.closed = 0
+        world = ScriptedWorld([asynchronous(loop=NoticesItsEnd, name=name) for name in "ab"])
+        if disaggregated:
+            loop = await producing(world)
+            await world.manager.get_batch(4, 1)
+            await world.manager.shutdown()
+            await loop
+        else:
+            await world.manager.produce_batch(4, 1, model_step=0)
+            await world.manager.close()
+        await world.manager.close()
+        return NoticesItsEnd.closed
+
+    assert run_virtual(main()) == 2
+
+
+class BreaksTwice(ProduceStrategy):
+    """Fails, and fails again as it is drained."""
+
+    async def produce_batch(self, ctx: ProduceContext) -> ProduceBatchStatus:
+        await asyncio.sleep(1)
+        raise CircuitOpen("the first error")
+
+    async def pause_produce(self, ctx: ProduceContext) -> float:
+        raise OSError("an error of the drain")
+
+
+class BreaksTwiceConfig(ProduceStrategyConfig):
+    def build(self, *, sync_weights_interval: int = 1) -> ProduceStrategy:
+        return BreaksTwice()
+
+
+def test_an_error_of_the_final_drain_does_not_replace_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    world = ScriptedWorld([ScriptedTask(strategy=BreaksTwiceConfig())])
+    with pytest.raises(CircuitOpen, match="the first error"):
+        run_virtual(world.manager.produce_batch(4, 1, model_step=0))
+    assert "an error of the drain" in caplog.text
+
+
+def test_shutting_down_after_a_failed_producer_raises_nothing_new(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        world = ScriptedWorld([ScriptedTask(strategy=BreaksTwiceConfig(), loop=NoticesItsEnd)])
+        NoticesItsEnd.closed = 0
+        loop = await producing(world)
+        try:
+            await world.manager.get_batch(4, 1)
+        finally:
+            await world.manager.shutdown()
+            await asyncio.gather(loop, return_exceptions=True)
+            assert NoticesItsEnd.closed == 1
+            assert len(asyncio.all_tasks()) == 1
+
+    with pytest.raises(CircuitOpen, match="the first error"):
+        run_virtual(main())
+    assert "an error of the drain" in caplog.text

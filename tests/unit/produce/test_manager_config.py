@@ -13,12 +13,14 @@ from penstock.produce import (
     AgentLoopManagerConfig,
     AsyncProduceStrategyConfig,
     FailurePolicyConfig,
+    ProduceStrategyConfig,
     SyncProduceStrategyConfig,
     TaskSpecConfig,
     World,
     load_prompts,
 )
 from penstock.replay import ReplayBuffer
+from penstock.rollout import RolloutState
 from penstock.testing import CharTokenizer, ScriptedEngine, ScriptedJudger, run_virtual
 
 
@@ -98,3 +100,61 @@ def test_a_configured_manager_produces() -> None:
     manager = config.build(world)
     result = run_virtual(manager.produce_batch(4, 1, model_step=0))
     assert {name: task.groups for name, task in result.tasks.items()} == {"a": 1, "b": 3}
+
+
+def too_few() -> bool:
+    return True
+
+
+async def asynchronous(samples: list[RolloutState]) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("strategy", [SyncProduceStrategyConfig, AsyncProduceStrategyConfig])
+@pytest.mark.parametrize(
+    ("filters", "problem"),
+    [
+        ({"is_valid_sample_fn": too_few}, r"is_valid_sample_fn: .*too_few is called as \(samples\) -> bool"),
+        ({"is_valid_sample_fn": asynchronous}, "is_valid_sample_fn: .*asynchronous is async"),
+        (
+            {"should_continue_fn": too_few},
+            r"should_continue_fn: .*too_few is called as \(completed_count, batch_size\)",
+        ),
+    ],
+)
+def test_a_filter_of_the_wrong_signature_is_found_by_the_check(
+    strategy: type[ProduceStrategyConfig], filters: dict[str, Any], problem: str
+) -> None:
+    config = AgentLoopManagerConfig(tasks=spec(produce_strategy_config=strategy(**filters)))
+    with pytest.raises(ConfigError, match=problem):
+        config.check()
+
+
+@pytest.mark.parametrize("share", [float("inf"), float("nan"), -1.0])
+def test_over_sampling_is_a_finite_share(share: float) -> None:
+    with pytest.raises(ConfigError, match="over_sample_threshold"):
+        AsyncProduceStrategyConfig(over_sample_threshold=share)
+
+
+def test_a_token_bound_that_does_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    AsyncProduceStrategyConfig(max_token_staleness=2, max_staleness=1, enable_partial_rollout=True).build()
+    assert "max_token_staleness=2 above max_staleness=1 masks no token" in caplog.text
+    caplog.clear()
+    AsyncProduceStrategyConfig(max_token_staleness=1, max_staleness=1, enable_partial_rollout=True).build()
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("field", ["rollout_timeout_s", "judge_timeout_s"])
+def test_one_rollout_that_hangs_must_end_before_the_run_does(field: str) -> None:
+    task = spec().replace("agent_loop_config", SingleTurnAgentLoopConfig(**{field: 900.0}))
+    with pytest.raises(ConfigError, match=rf"{field} is 900 s; it must be below stall_timeout_s \(900 s\)"):
+        AgentLoopManagerConfig(tasks=task).check()
+
+
+def test_a_field_of_a_task_is_set_by_its_place_also_when_there_is_only_one() -> None:
+    for tasks in (spec(), [spec()], [spec(), spec("b")]):
+        changed = AgentLoopManagerConfig(tasks=tasks).replace("tasks.0.weight", 3.0)
+        assert changed.task_list[0].weight == 3.0
+        assert changed.task_list[1:] == AgentLoopManagerConfig(tasks=tasks).task_list[1:]
+    with pytest.raises(ConfigError, match="has no '1'"):
+        AgentLoopManagerConfig(tasks=spec()).replace("tasks.1.weight", 3.0)

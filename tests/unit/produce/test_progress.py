@@ -19,7 +19,7 @@ def test_a_run_begins_at_step_one_with_nothing_due() -> None:
 
 def test_making_steps_due_adds_each_once_and_answers_the_last() -> None:
     progress = ProduceProgress.build(["a", "b"])
-    assert progress.ensure_target_upto(3, 3, two_then_one) == {"a": 2, "b": 1}
+    assert progress.ensure_target_upto(3, 3, allocate_batch_sizes=two_then_one) == {"a": 2, "b": 1}
     assert progress.ensure_target_upto(3, 2, two_then_one) == {"a": 3, "b": 0}
     assert progress.ensure_target_upto(3, 3, two_then_one) == {"a": 2, "b": 1}
     assert progress.target_samples == {"a": 7, "b": 2}

@@ -67,13 +67,6 @@ def test_it_refills_for_failed_groups(context: NewContext) -> None:
     assert world.buffer.discarded("task")["retries_exhausted"] > 0
 
 
-def test_without_refill_a_filtered_group_is_not_replaced(context: NewContext) -> None:
-    strategy = SyncProduceStrategyConfig(is_valid_sample_fn=odd_draws, refill=False)
-    world = ScriptedWorld([ScriptedTask(strategy=strategy)])
-    assert run_virtual(produce(world, context(world, size=4))) is ProduceBatchStatus.NORMAL
-    assert (world.buffer.count("task", Status.COMPLETED), world.buffer.conservation("task").drawn) == (2, 4)
-
-
 def test_what_a_restart_gave_back_is_played_first_in_draw_order(context: NewContext) -> None:
     async def main() -> list[str]:
         world = ScriptedWorld([ScriptedTask(prompt_repeat_k=1)])

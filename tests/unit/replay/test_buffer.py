@@ -91,6 +91,55 @@ def test_a_refused_step_gives_its_groups_back_in_their_places(groups: Any) -> No
     asyncio.run(main())
 
 
+def test_a_step_without_a_batch_cannot_be_committed(groups: Any) -> None:
+    async def main() -> None:
+        buffer = ReplayBuffer()
+        await fill(buffer, groups, [0, 0])
+        with pytest.raises(IllegalTransition, match="train step 1 has no batch to commit"):
+            buffer.commit(1)
+        buffer.take_batch({"sums": 1}, train_step=1)
+        buffer.commit(1)
+        with pytest.raises(IllegalTransition, match="train step 1 has no batch to commit"):
+            buffer.commit(1)
+        buffer.take_batch({"sums": 1}, train_step=2)
+        buffer.return_lease(2)
+        with pytest.raises(IllegalTransition, match="train step 2 has no batch to commit"):
+            buffer.commit(2)
+        assert buffer.state_count("sums", GroupState.TRAINED) == buffer.count("sums", S.COMPLETED) == 1
+
+    asyncio.run(main())
+
+
+def test_a_step_has_one_batch(groups: Any) -> None:
+    async def main() -> None:
+        buffer = ReplayBuffer()
+        await fill(buffer, groups, [0, 0])
+        buffer.take_batch({"sums": 1}, train_step=1)
+        with pytest.raises(IllegalTransition, match="train step 1 has a batch of 1 groups already"):
+            buffer.take_batch({"sums": 1}, train_step=1)
+        assert buffer.count("sums", S.COMPLETED) == 1
+        buffer.return_lease(1)
+        assert len(buffer.take_batch({"sums": 2}, train_step=1)["sums"]) == 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("order", ["fifo", "stalest_first"])
+def test_a_group_that_is_too_stale_is_never_handed_out(groups: Any, order: Any) -> None:
+    async def main() -> None:
+        buffer = ReplayBuffer(order=order)
+        await fill(buffer, groups, [3, 1, 3], step=1, threshold=2)
+        with pytest.raises(
+            IllegalTransition, match=r"'sums:1' is too stale for train step 4 \(.* serve is 3\); refresh"
+        ):
+            buffer.take_batch({"sums": 3}, train_step=4)
+        assert buffer.count("sums", S.COMPLETED) == 3
+        assert buffer.refresh_staleness(4) == {"sums": 1}
+        assert ids(buffer.take_batch({"sums": 2}, train_step=4)["sums"]) == ["sums:0", "sums:2"]
+
+    asyncio.run(main())
+
+
 def test_what_is_too_stale_expires_and_the_rest_is_not_touched(groups: Any) -> None:
     async def main() -> None:
         buffer = ReplayBuffer()

@@ -6,19 +6,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.ports import FinishedTurn
 from penstock.replay.codec import (
     ModelSteps,
     StoredGroup,
     StoredRollout,
-    checksum,
-    content_checksum,
+    StoredSegment,
+    StoredTurn,
     decode_statuses,
+    decode_turn,
     encode_draw,
     encode_rollouts,
     encode_statuses,
+    encode_turn,
     model_steps,
 )
-from penstock.rollout import Failure, FinishReason, Group, Prompt, RolloutState, Status, Tokens, Turn, Verdict, linear
+from penstock.rollout import (
+    ROOT,
+    WHOLE,
+    Failure,
+    FailureReason,
+    FinishReason,
+    Group,
+    Prompt,
+    RolloutState,
+    Segment,
+    Status,
+    Tokens,
+    Turn,
+    Verdict,
+)
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(),
@@ -38,21 +55,41 @@ prompts = st.builds(
 
 
 @st.composite
-def rollouts(draw: Any, prompt: Prompt) -> RolloutState:
+def some_tokens(draw: Any) -> Tokens:
     tokens = Tokens()
     for step, n in draw(st.lists(st.tuples(st.integers(-1, 9), st.integers(1, 3)), max_size=3)):
         logprobs = draw(st.lists(st.floats(width=32), min_size=n, max_size=n))
         tokens = tokens.append(range(n), logprobs, model_step=step, trained=draw(st.booleans()))
-    turns = st.builds(Turn, words, st.integers(0, 9), st.none() | st.sampled_from(FinishReason), words)
+    return tokens
+
+
+@st.composite
+def trees(draw: Any) -> tuple[Segment, ...]:
+    """Mostly one segment after the prompt; else several, each after an earlier one or a part of the prompt."""
+    segments: list[Segment] = []
+    for number in range(draw(st.sampled_from([0, 1, 1, 2, 4]))):
+        parent = draw(st.integers(ROOT, number - 1))
+        start = draw(st.integers(WHOLE, 5)) if parent == ROOT else draw(st.integers(0, len(segments[parent].tokens)))
+        segments.append(Segment(draw(some_tokens()), parent, start))
+    return tuple(segments)
+
+
+all_turns = st.builds(
+    Turn, words, st.integers(0, 9), st.none() | st.sampled_from(FinishReason), words, st.integers(0, 3), words
+)
+
+
+@st.composite
+def rollouts(draw: Any, prompt: Prompt) -> RolloutState:
     return RolloutState(
         prompt=prompt,
         task_name="t",
         group_id="t:7",
         rollout_id=draw(words),
         draw=7,
-        segments=linear(tokens),
+        segments=draw(trees()),
         response_text=draw(words),
-        turns=tuple(draw(st.lists(turns, max_size=2))),
+        turns=tuple(draw(st.lists(all_turns, max_size=2))),
         finish_reason=draw(st.none() | st.sampled_from(FinishReason)),
         reward=draw(
             st.none()
@@ -68,7 +105,7 @@ def rollouts(draw: Any, prompt: Prompt) -> RolloutState:
         infrastructure_failures=draw(st.integers(0, 5)),
         data_failures=draw(st.integers(0, 5)),
         group_generate_time_s=draw(st.floats(0, 1e6)),
-        error=draw(st.none() | st.builds(Failure, words, words, st.booleans())),
+        error=draw(st.none() | st.builds(Failure, st.sampled_from(FailureReason), words, st.booleans())),
     )
 
 
@@ -88,10 +125,34 @@ def test_a_group_comes_back_as_it_was(group: Group) -> None:
 
 def test_every_field_of_a_rollout_is_stored() -> None:
     """A field added to the record and not to the ledger would be lost at a restart."""
-    beside = {"prompt", "task_name", "group_id", "draw", "status", "response"}
+    beside = {"prompt", "task_name", "group_id", "draw", "status"}
     tokens = {"ids", "logprobs", "mask", "steps"}
+    place = {"parent", "start"}
     assert set(StoredRollout.__struct_fields__) == set(RolloutState.__struct_fields__) - beside | tokens
     assert set(Tokens.__struct_fields__) == tokens
+    assert set(Segment.__struct_fields__) == {"tokens"} | place
+    assert set(StoredSegment.__struct_fields__) == tokens | place
+    assert set(StoredTurn.__struct_fields__) == {"turn"} | tokens | place
+
+
+@settings(max_examples=50, deadline=None)
+@given(some_tokens(), all_turns, st.integers(ROOT, 3), st.integers(0, 9))
+def test_a_finished_turn_comes_back_as_it_was(tokens: Tokens, turn: Turn, parent: int, start: int) -> None:
+    finished = FinishedTurn(
+        task_name="t", group_id="t:7", rollout_id="t:7:1", index=2, turn=turn, tokens=tokens, parent=parent, start=start
+    )
+    back = decode_turn(encode_turn(finished))
+    assert (back.turn, back.tokens, back.parent, back.start) == (turn, tokens, parent, start)
+
+
+def test_an_answer_that_never_branched_costs_its_tokens_and_little_more(groups: Any) -> None:
+    sizes = []
+    for n in (64, 1064):
+        group = groups.play(groups.new(1, k=8), tokens=n, model_step=1)
+        sizes.append(len(encode_rollouts(group)) / 8)
+    per_token = (sizes[1] - sizes[0]) / 1000
+    assert per_token < 9.05
+    assert sizes[0] - 64 * per_token < 200
 
 
 def test_a_drawn_group_comes_back_with_its_ids_and_nothing_else(groups: Any) -> None:
@@ -114,13 +175,3 @@ def test_the_model_steps_are_those_that_decide_the_expiry(groups: Any) -> None:
     group[0].response = Tokens().append([1], [0.0], model_step=2).append([1], [0.0], model_step=9)
     group[1].response = Tokens().append([1], [0.0], model_step=5)
     assert model_steps(group) == ModelSteps(2, 5, 9)
-
-
-@settings(deadline=None)
-@given(st.binary(min_size=1, max_size=64), st.data())
-def test_one_flipped_bit_changes_the_checksum(content: bytes, data: st.DataObject) -> None:
-    bit = data.draw(st.integers(0, 8 * len(content) - 1))
-    flipped = bytearray(content)
-    flipped[bit // 8] ^= 1 << bit % 8
-    assert content_checksum(content, 1, None) != content_checksum(bytes(flipped), 1, None)
-    assert checksum(1, "a", None) != checksum(2, "a", None)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from penstock.replay import DiscardReason, GroupState, Ledger, ReplayBuffer, StaleRule
+from penstock.replay import WAITING, DiscardReason, GroupState, Ledger, ReplayBuffer, StaleRule
 from penstock.rollout import Group, Status
 
 S, G = Status, GroupState
@@ -95,7 +95,7 @@ class Run(RuleBasedStateMachine):
         self.buffer.tokens.check()
         status = self.buffer.put(group, task, model_step=0, current_train_step=self.step, stale_threshold=RULES[task])
         asyncio.run(self.buffer.flush())
-        known.state = G.DISCARDED if status is S.EXPIRED and RULES[task].discard_expired else G(status.value)
+        known.state = G.DISCARDED if status is S.EXPIRED and RULES[task].discard_expired else WAITING[status]
         known.durable = copy.deepcopy(group)
 
     @precondition(lambda self: self.running())
@@ -110,7 +110,7 @@ class Run(RuleBasedStateMachine):
     def get(self, task: str, status: Status) -> None:
         for group in self.buffer.get(1, task, status):
             known = self.known[group[0].group_id]
-            assert known.state is G(status.value)
+            assert known.state is WAITING[status]
             assert not known.durable or [r.response for r in group] == [r.response for r in known.durable]
             known.group, known.state = group, G.RUNNING
             known.durable = copy.deepcopy(group)

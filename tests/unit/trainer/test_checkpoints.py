@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import json
@@ -35,8 +36,25 @@ def config_of(step: int) -> dict[str, Any]:
     return {"class": "T", "seed": step, "train": {"lr": 1e-6}}
 
 
-def save(store: CheckpointStore, step: int, version: int = 0) -> Path:
-    return store.save(step, tensors=tensors_of(step, version), state=state_of(step, version), config=config_of(step))
+class Store(CheckpointStore):
+    """Remembers its files, so that what is written into a draft goes the same way as the rest."""
+
+    def __init__(self, directory: Path, *, keep: int = 2, files: Files | None = None) -> None:
+        self.files = files or Files()
+        super().__init__(directory, keep=keep, files=self.files)
+
+
+def save(store: Store, step: int, version: int = 0) -> Path:
+    """Random numbers as the caller's own tensors, the others as files of somebody who fills the draft."""
+    given = tensors_of(step, version)
+
+    async def fill(draft: Path) -> None:
+        for name in ("model", "optimizer"):
+            store.files.write_tensors(draft / f"{name}.safetensors", given[name])
+
+    rng = {"rng": given["rng"]}
+    saving = store.save(step, fill=fill, tensors=rng, state=state_of(step, version), config=config_of(step))
+    return asyncio.run(saving)
 
 
 def holds(checkpoint: Checkpoint, step: int, version: int = 0) -> bool:
@@ -71,7 +89,7 @@ def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "checkpoints", files=UnflushedFiles())
+    return Store(tmp_path / "checkpoints", files=UnflushedFiles())
 
 
 def names(directory: Path) -> list[str]:
@@ -82,7 +100,7 @@ def names(directory: Path) -> list[str]:
 
 
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "runs" / "one" / "checkpoints")
+    store = Store(tmp_path / "runs" / "one" / "checkpoints")
     path = save(store, 10)
     assert path == tmp_path / "runs" / "one" / "checkpoints" / "step-000010"
     found = store.newest()
@@ -92,8 +110,8 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert (path.parent / "latest").read_text() == "step-000010\n"
 
 
-def test_checkpoint_zero_holds_no_tensors_and_is_the_newest_of_a_run_that_has_no_other(store: CheckpointStore) -> None:
-    store.save(0, tensors={}, state={"model": "m", "weights": {"model.safetensors": "ab"}}, config={})
+def test_checkpoint_zero_holds_no_tensors_and_is_the_newest_of_a_run_that_has_no_other(store: Store) -> None:
+    asyncio.run(store.save(0, tensors={}, state={"model": "m", "weights": {"model.safetensors": "ab"}}, config={}))
     found = store.newest()
     assert (found.step, found.tensor_names) == (0, ())
     assert found.state["weights"] == {"model.safetensors": "ab"}
@@ -111,23 +129,23 @@ def test_the_sums_of_weights_change_with_the_weights_and_with_nothing_else(tmp_p
     assert weights_sums(tmp_path) != before
 
 
-def test_numbers_that_json_libraries_lose_come_back_as_they_were(store: CheckpointStore) -> None:
+def test_numbers_that_json_libraries_lose_come_back_as_they_were(store: Store) -> None:
     state = {"large": 2**127 + 1, "nan": float("nan"), "inf": float("-inf"), "small": 5e-324, "third": 1 / 3}
-    store.save(1, tensors={}, state=state, config={})
+    asyncio.run(store.save(1, tensors={}, state=state, config={}))
     assert repr(store.newest().state) == repr(state)
 
 
-def test_a_state_that_is_not_plain_is_refused_before_anything_is_written(store: CheckpointStore) -> None:
+def test_a_state_that_is_not_plain_is_refused_before_anything_is_written(store: Store) -> None:
     with pytest.raises(TypeError):
-        store.save(1, tensors={}, state={"object": object()}, config={})
+        asyncio.run(store.save(1, tensors={}, state={"object": object()}, config={}))
     with pytest.raises(ValueError, match="plain names"):
-        store.save(1, tensors={"../model": {}}, state={}, config={})
+        asyncio.run(store.save(1, tensors={"../model": {}}, state={}, config={}))
     assert not store.directory.exists()
 
 
-def test_strided_tensors_are_saved_and_changing_loaded_ones_leaves_the_file_alone(store: CheckpointStore) -> None:
+def test_strided_tensors_are_saved_and_changing_loaded_ones_leaves_the_file_alone(store: Store) -> None:
     strided = torch.arange(12.0).reshape(3, 4).t()
-    store.save(1, tensors={"model": {"w": strided}}, state={}, config={})
+    asyncio.run(store.save(1, tensors={"model": {"w": strided}}, state={}, config={}))
     loaded = store.newest().tensors("model")["w"]
     assert torch.equal(loaded, strided)
     loaded.zero_()
@@ -137,11 +155,11 @@ def test_strided_tensors_are_saved_and_changing_loaded_ones_leaves_the_file_alon
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 )
-def test_tensors_of_every_kind_come_back_nan_and_empty_ones_too(store: CheckpointStore, dtype: torch.dtype) -> None:
+def test_tensors_of_every_kind_come_back_nan_and_empty_ones_too(store: Store, dtype: torch.dtype) -> None:
     given = {"scalar": torch.tensor(1).to(dtype), "empty": torch.zeros(0, 4, dtype=dtype)}
     if dtype.is_floating_point:
         given["nan"] = torch.tensor([float("nan"), -0.0, float("inf")], dtype=dtype)
-    store.save(1, tensors={"t": given}, state={}, config={})
+    asyncio.run(store.save(1, tensors={"t": given}, state={}, config={}))
     loaded = store.newest().tensors("t")
     assert {name: (t.dtype, t.shape, repr(t.tolist())) for name, t in loaded.items()} == {
         name: (t.dtype, t.shape, repr(t.tolist())) for name, t in given.items()
@@ -156,7 +174,7 @@ def test_the_config_hash_ignores_the_order_of_keys_and_nothing_else() -> None:
 # Which are kept.
 
 
-def test_only_the_newest_are_kept_and_a_crash_leaves_nothing_behind_the_next_save(store: CheckpointStore) -> None:
+def test_only_the_newest_are_kept_and_a_crash_leaves_nothing_behind_the_next_save(store: Store) -> None:
     for step in (0, 5, 10):
         save(store, step)
     (store.directory / ".unfinished-step-000012").mkdir()
@@ -168,7 +186,7 @@ def test_only_the_newest_are_kept_and_a_crash_leaves_nothing_behind_the_next_sav
     assert names(store.directory) == ["latest", "step-000010", "step-000015"]
 
 
-def test_a_damaged_one_does_not_count_among_those_that_are_kept(store: CheckpointStore) -> None:
+def test_a_damaged_one_does_not_count_among_those_that_are_kept(store: Store) -> None:
     save(store, 5)
     damaged = save(store, 10)
     (damaged / "model.safetensors").write_bytes(b"")
@@ -180,10 +198,10 @@ def test_a_damaged_one_does_not_count_among_those_that_are_kept(store: Checkpoin
 
 def test_fewer_than_two_are_never_kept(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least 2"):
-        CheckpointStore(tmp_path, keep=1)
+        Store(tmp_path, keep=1)
 
 
-def test_a_run_that_goes_back_never_resumes_from_what_it_left_behind(store: CheckpointStore) -> None:
+def test_a_run_that_goes_back_never_resumes_from_what_it_left_behind(store: Store) -> None:
     for step in (5, 10):
         save(store, step)
     moved = store.abandon_after(5)
@@ -194,14 +212,14 @@ def test_a_run_that_goes_back_never_resumes_from_what_it_left_behind(store: Chec
     assert names(store.directory) == ["latest", "step-000005", "step-000007"]
 
 
-def test_saving_an_earlier_step_abandons_the_later_ones(store: CheckpointStore) -> None:
+def test_saving_an_earlier_step_abandons_the_later_ones(store: Store) -> None:
     for step in (5, 10):
         save(store, step)
     save(store, 7)
     assert (store.newest().step, store.steps()) == (7, [5, 7])
 
 
-def test_a_step_can_be_saved_again(store: CheckpointStore) -> None:
+def test_a_step_can_be_saved_again(store: Store) -> None:
     save(store, 5)
     save(store, 5, version=1)
     assert holds(store.newest(), 5, version=1)
@@ -211,7 +229,7 @@ def test_a_step_can_be_saved_again(store: CheckpointStore) -> None:
 # What is damaged is refused.
 
 
-def test_without_a_checkpoint_nothing_is_resumed(store: CheckpointStore) -> None:
+def test_without_a_checkpoint_nothing_is_resumed(store: Store) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         store.newest()
     store.directory.mkdir()
@@ -219,7 +237,7 @@ def test_without_a_checkpoint_nothing_is_resumed(store: CheckpointStore) -> None
         store.newest()
 
 
-def test_a_damaged_newest_falls_back_to_the_one_before_and_says_so(store: CheckpointStore) -> None:
+def test_a_damaged_newest_falls_back_to_the_one_before_and_says_so(store: Store) -> None:
     save(store, 5)
     path = save(store, 10)
     (path / "optimizer.safetensors").unlink()
@@ -231,7 +249,7 @@ def test_a_damaged_newest_falls_back_to_the_one_before_and_says_so(store: Checkp
         store.open(path)
 
 
-def test_when_all_are_damaged_each_is_named_and_none_is_used(store: CheckpointStore) -> None:
+def test_when_all_are_damaged_each_is_named_and_none_is_used(store: Store) -> None:
     for step in (0, 5):
         (save(store, step) / "state.json").write_bytes(b"{}")
     with pytest.raises(CheckpointError, match="none is whole") as caught:
@@ -242,7 +260,7 @@ def test_when_all_are_damaged_each_is_named_and_none_is_used(store: CheckpointSt
     ]
 
 
-def test_a_checkpoint_that_disappeared_is_told_of(store: CheckpointStore) -> None:
+def test_a_checkpoint_that_disappeared_is_told_of(store: Store) -> None:
     save(store, 5)
     shutil.rmtree(save(store, 10))
     found = store.newest()
@@ -250,7 +268,7 @@ def test_a_checkpoint_that_disappeared_is_told_of(store: CheckpointStore) -> Non
     assert "step-000010 is missing" in found.skipped[0]
 
 
-def test_a_newer_format_is_refused_by_its_number(store: CheckpointStore) -> None:
+def test_a_newer_format_is_refused_by_its_number(store: Store) -> None:
     path = save(store, 5)
     manifest = json.loads((path / "manifest.json").read_bytes())
     (path / "manifest.json").write_text(json.dumps(manifest | {"format": 2, "more": True}))
@@ -258,7 +276,7 @@ def test_a_newer_format_is_refused_by_its_number(store: CheckpointStore) -> None
         store.open(path)
 
 
-def test_a_copy_under_another_name_opens_but_not_under_the_name_of_another_step(store: CheckpointStore) -> None:
+def test_a_copy_under_another_name_opens_but_not_under_the_name_of_another_step(store: Store) -> None:
     path = save(store, 5)
     shutil.copytree(path, store.directory / "best")
     assert holds(store.open(store.directory / "best"), 5)
@@ -330,14 +348,14 @@ MUTATIONS: list[Callable[[Path, random.Random], None]] = [
 
 
 def test_no_damage_of_two_hundred_is_ever_returned_as_a_checkpoint(tmp_path: Path) -> None:
-    pristine = CheckpointStore(tmp_path / "pristine", files=UnflushedFiles())
+    pristine = Store(tmp_path / "pristine", files=UnflushedFiles())
     for step in (5, 10):
         save(pristine, step)
     before = contents(pristine.directory)
     outcomes = {"new": 0, "old": 0, "none": 0}
     for seed in range(200):
         rng = random.Random(seed)
-        store = CheckpointStore(tmp_path / f"{seed}")
+        store = Store(tmp_path / f"{seed}")
         shutil.copytree(pristine.directory, store.directory)
         for _ in range(rng.choice((1, 1, 1, 3))):
             files = sorted(path for path in store.directory.rglob("step-*/*") if path.is_file())
@@ -373,12 +391,12 @@ class FlippedManifest(Files):
         return bytes(content)
 
 
-def test_every_single_bit_of_a_manifest_matters(store: CheckpointStore) -> None:
-    path = store.save(3, tensors={}, state={}, config={})
+def test_every_single_bit_of_a_manifest_matters(store: Store) -> None:
+    path = asyncio.run(store.save(3, tensors={}, state={}, config={}))
     shutil.copytree(path, store.directory / "best")
     for bit in range(8 * (path / "manifest.json").stat().st_size):
         with pytest.raises(CheckpointError, match=r"manifest\.json is damaged|format"):
-            CheckpointStore(store.directory, files=FlippedManifest(bit)).open(store.directory / "best")
+            Store(store.directory, files=FlippedManifest(bit)).open(store.directory / "best")
 
 
 # Killed, or without power, between any two operations.
@@ -472,15 +490,15 @@ class MortalFiles(Files):
         super().rmdir(path)
 
 
-def first_save(store: CheckpointStore) -> None:
+def first_save(store: Store) -> None:
     save(store, 15)
 
 
-def same_step_again(store: CheckpointStore) -> None:
+def same_step_again(store: Store) -> None:
     save(store, 10, version=1)
 
 
-def back_to_an_earlier_step(store: CheckpointStore) -> None:
+def back_to_an_earlier_step(store: Store) -> None:
     store.abandon_after(5)
     save(store, 7)
 
@@ -496,11 +514,11 @@ def back_to_an_earlier_step(store: CheckpointStore) -> None:
     ids=["a save", "the same step again", "going back"],
 )
 def test_killed_before_any_operation_the_previous_or_the_new_one_is_whole(
-    tmp_path: Path, do: Callable[[CheckpointStore], None], allowed: set[tuple[int, int]], power_loss: bool
+    tmp_path: Path, do: Callable[[Store], None], allowed: set[tuple[int, int]], power_loss: bool
 ) -> None:
     before = tmp_path / "before"
     for step in (5, 10):
-        save(CheckpointStore(before, files=UnflushedFiles()), step)
+        save(Store(before, files=UnflushedFiles()), step)
     seen = set()
     k = -1
     finished = False
@@ -510,12 +528,12 @@ def test_killed_before_any_operation_the_previous_or_the_new_one_is_whole(
         shutil.copytree(before, directory)
         files = MortalFiles(k, power_loss=power_loss)
         try:
-            do(CheckpointStore(directory, files=files))
+            do(Store(directory, files=files))
             finished = True
         except Killed:
             pass
         files.lose_power()
-        store = CheckpointStore(directory, files=UnflushedFiles())
+        store = Store(directory, files=UnflushedFiles())
         found = store.newest()
         version = found.state["version"]
         assert (found.step, version) in allowed, k
@@ -540,10 +558,10 @@ def test_killed_before_any_operation_of_its_first_save_a_run_has_that_one_or_non
         files = MortalFiles(k, power_loss=True)
         directory = tmp_path / f"{k}" / "run" / "checkpoints"
         with contextlib.suppress(Killed):
-            save(CheckpointStore(directory, files=files), 0)
+            save(Store(directory, files=files), 0)
         files.lose_power()
         try:
-            assert holds(CheckpointStore(directory).newest(), 0), k
+            assert holds(Store(directory).newest(), 0), k
             outcomes.add("whole")
         except CheckpointError:
             outcomes.add("none")
@@ -573,13 +591,13 @@ def test_a_disk_that_fails_at_any_write_costs_no_checkpoint(
 ) -> None:
     before = tmp_path / "before"
     for earlier in (5, 10):
-        save(CheckpointStore(before, files=UnflushedFiles()), earlier)
+        save(Store(before, files=UnflushedFiles()), earlier)
     failures = 0
     while True:
         directory = tmp_path / f"{failures}"
         shutil.copytree(before, directory)
         files = FailingFiles(failures, for_good=for_good)
-        store = CheckpointStore(directory, files=files)
+        store = Store(directory, files=files)
         try:
             save(store, step, version)
             break
@@ -587,13 +605,13 @@ def test_a_disk_that_fails_at_any_write_costs_no_checkpoint(
             assert f"step-{step:06}" in str(error)
             assert "No space left" in str(error)
         files.lose_power()
-        found = CheckpointStore(directory).newest()
+        found = Store(directory).newest()
         assert (found.step, found.state["version"]) in {(10, 0), (step, version)}
         assert holds(found, found.step, found.state["version"])
         if not for_good:
             assert not list(directory.glob(".unfinished-*"))
-        save(CheckpointStore(directory, files=UnflushedFiles()), step, version)
-        assert holds(CheckpointStore(directory).newest(), step, version)
+        save(Store(directory, files=UnflushedFiles()), step, version)
+        assert holds(Store(directory).newest(), step, version)
         failures += 1
     assert failures >= 20
 
@@ -615,16 +633,16 @@ class UnreadableFiles(UnflushedFiles):
 
 @pytest.mark.parametrize("files", [RottingFiles(), UnreadableFiles()])
 @pytest.mark.parametrize("step", [5, 10])
-def test_what_is_read_back_differently_never_counts(store: CheckpointStore, files: Files, step: int) -> None:
+def test_what_is_read_back_differently_never_counts(store: Store, files: Files, step: int) -> None:
     save(store, 0)
     save(store, 5)
     with pytest.raises(StorageError, match="read back differently"):
-        save(CheckpointStore(store.directory, files=files), step, version=1)
+        save(Store(store.directory, files=files), step, version=1)
     assert holds(store.newest(), 5)
     assert names(store.directory) == ["latest", "step-000000", "step-000005"]
 
 
-def test_tensors_that_change_while_they_are_written_are_not_a_checkpoint(store: CheckpointStore) -> None:
+def test_tensors_that_change_while_they_are_written_are_not_a_checkpoint(store: Store) -> None:
     save(store, 5)
     weights = torch.zeros(8)
 
@@ -634,20 +652,88 @@ def test_tensors_that_change_while_they_are_written_are_not_a_checkpoint(store: 
             weights.add_(1)
 
     with pytest.raises(StorageError, match="something changed it while it was written"):
-        CheckpointStore(store.directory, files=TrainsMeanwhile()).save(
-            6, tensors={"model": {"w": weights}}, state={}, config={}
+        asyncio.run(
+            Store(store.directory, files=TrainsMeanwhile()).save(
+                6, tensors={"model": {"w": weights}}, state={}, config={}
+            )
         )
     assert names(store.directory) == ["latest", "step-000005"]
 
 
-def test_tensors_that_share_memory_are_refused_and_leave_nothing(store: CheckpointStore) -> None:
+def test_tensors_that_share_memory_are_refused_and_leave_nothing(store: Store) -> None:
     shared = torch.zeros(8)
     with pytest.raises(RuntimeError, match="share memory"):
-        store.save(6, tensors={"model": {"a": shared, "b": shared}}, state={}, config={})
+        asyncio.run(store.save(6, tensors={"model": {"a": shared, "b": shared}}, state={}, config={}))
     assert names(store.directory) == []
 
 
 def test_a_directory_that_cannot_be_made_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
     with pytest.raises(StorageError, match="step-000001 could not be written"):
-        save(CheckpointStore(tmp_path / "file" / "checkpoints"), 1)
+        save(Store(tmp_path / "file" / "checkpoints"), 1)
+
+
+# Drafts that others write into.
+
+
+def test_a_draft_that_could_not_be_filled_leaves_nothing(store: Store) -> None:
+    save(store, 5)
+
+    async def fail(draft: Path) -> None:
+        (draft / "model.safetensors").write_bytes(b"half")
+        raise KeyError("a rank is gone")
+
+    async def full_disk(draft: Path) -> None:
+        raise StorageError("model.safetensors could not be written: No space left on device")
+
+    with pytest.raises(KeyError, match="a rank is gone"):
+        asyncio.run(store.save(6, fill=fail, state={}, config={}))
+    with pytest.raises(StorageError, match=r"step-000006 could not be written: .*No space left.*untouched"):
+        asyncio.run(store.save(6, fill=full_disk, state={}, config={}))
+    assert names(store.directory) == ["latest", "step-000005"]
+
+
+def test_a_save_that_is_cancelled_while_it_is_filled_costs_no_checkpoint(store: Store) -> None:
+    save(store, 5)
+
+    async def cancel() -> None:
+        filling = asyncio.Event()
+
+        async def fill(draft: Path) -> None:
+            (draft / "model.safetensors").write_bytes(b"half")
+            filling.set()
+            await asyncio.Event().wait()
+
+        saving = asyncio.create_task(store.save(6, fill=fill, state={}, config={}))
+        await filling.wait()
+        saving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+
+    asyncio.run(cancel())
+    assert holds(store.newest(), 5)
+    save(store, 7)
+    assert names(store.directory) == ["latest", "step-000005", "step-000007"]
+
+
+def test_every_file_of_a_draft_is_in_the_manifest_and_directories_are_refused(store: Store) -> None:
+    async def fill(draft: Path) -> None:
+        (draft / "rank_0.safetensors").write_bytes(b"whatever")
+        (draft / "notes.txt").write_bytes(b"also")
+
+    path = asyncio.run(store.save(1, fill=fill, state={}, config={}))
+    (path / "notes.txt").write_bytes(b"else")
+    with pytest.raises(CheckpointError, match=r"notes\.txt is damaged"):
+        store.open(path)
+
+    async def nest(draft: Path) -> None:
+        (draft / "shards").mkdir()
+
+    with pytest.raises(ValueError, match="plain files in one directory"):
+        asyncio.run(store.save(2, fill=nest, state={}, config={}))
+    assert names(store.directory) == ["latest", "step-000001"]
+
+
+def test_checkpoints_may_be_read_as_any_other_file(store: Store) -> None:
+    path = save(store, 5)
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1

@@ -64,7 +64,7 @@ def changed(path: str, value: Any, run: RLDisaggregatedTrainerConfig = RUN) -> l
         ("train.advantage", "rloo"),
         ("train.loss.clip_high", 0.3),
         ("train.dtype", "bfloat16"),
-        ("engine.dtype", "bfloat16"),
+        ("engines.engine.dtype", "bfloat16"),
         ("manager.failures.min_group_size", 2),
         (f"{TASK}.weight", 2.0),
         (f"{TASK}.sampler_config.prompt_repeat_k", 8),
@@ -89,12 +89,12 @@ def test_what_changes_the_meaning_of_a_run_is_refused(path: str, value: Any) -> 
         ("trackers", [JsonlTrackerConfig()]),
         ("trackers.0.file", "other.jsonl"),
         ("cpu_threads", 1),
-        ("engine.max_running", 8),
+        ("engines.engine.max_running", 8),
         ("train.max_tokens_per_micro_batch", 64),
         ("sync_timeout_s", 1.0),
         ("manager.stall_timeout_s", 1.0),
         ("manager.failures.breaker_share", 1.0),
-        (f"{TASK}.agent_loop_config.request_timeout_s", 1.0),
+        (f"{TASK}.agent_loop_config.rollout_timeout_s", 1.0),
         (f"{TASK}.judger_config.timeout_s", 1.0),
         (f"{TASK}.judger_config.num_workers", 1),
         (f"{TASK}.agent_loop_config.num_ray_actors", 1),
@@ -104,7 +104,7 @@ def test_what_only_watches_waits_or_places_may_change(path: str, value: Any) -> 
     assert changed(path, value) == []
 
 
-@pytest.mark.parametrize("path", ["cpu_threads", "engine.max_running", "train.max_tokens_per_micro_batch"])
+@pytest.mark.parametrize("path", ["cpu_threads", "engines.engine.max_running", "train.max_tokens_per_micro_batch"])
 def test_a_deterministic_run_may_not_change_its_rounding(path: str) -> None:
     assert changed(path, 32, RUN.replace("deterministic", True)) == [path]
 

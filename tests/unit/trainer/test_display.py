@@ -2,13 +2,36 @@ from __future__ import annotations
 
 import io
 import math
+from typing import TextIO, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from penstock.trainer.display import Display, LiveDisplay, PlainDisplay, count, duration, sparkline
+from penstock.events import (
+    EngineChanged,
+    EvaluationDone,
+    Note,
+    RunBegan,
+    RunEnded,
+    StageBegan,
+    StageEnded,
+    StepGivenBack,
+    StepTrained,
+    TaskProgress,
+    Warned,
+)
+from penstock.trainer.display import (
+    Display,
+    LiveDisplay,
+    Output,
+    PlainDisplay,
+    count,
+    duration,
+    make_display,
+    sparkline,
+)
 
 METRICS = {
     "reward/mean": 0.4125,
@@ -25,16 +48,21 @@ METRICS = {
 
 
 def run(display: Display, metrics: dict[str, float]) -> None:
-    display.start("quickstart", 2)
-    display.evaluated(0, {"eval/accuracy": 0.31, "eval/greedy_accuracy": 0.42})
+    display.notice(RunBegan(run_name="quickstart", model="tiny", total_steps=2))
+    display.notice(EvaluationDone(model_step=0, metrics={"eval/accuracy": 0.31, "eval/greedy_accuracy": 0.42}))
     for step in (1, 2):
-        display.stage("produce")
-        display.progress("addition", 4, 8, tokens=300.0, pending=4, expired=1)
-        display.stage("train")
-        display.step(step, metrics)
-    display.note("checkpoint kept")
-    display.evaluated(2, {"eval/accuracy": 0.9})
-    display.finish({"run_directory": "runs/quickstart", "greedy": None, "accuracy": 0.9})
+        display.notice(StageBegan(stage="produce", train_step=step))
+        display.notice(TaskProgress(task="addition", done=4, due=8, tokens=300, pending=4, expired=1))
+        display.notice(StageBegan(stage="train", train_step=step))
+        display.notice(StageEnded(stage="train", train_step=step, seconds=0.7))
+        display.notice(StepTrained(train_step=step, metrics=metrics))
+    display.notice(Note(text="checkpoint kept"))
+    display.notice(StepGivenBack(train_step=3, reason="the loss is nan"))
+    display.notice(EngineChanged(engine="engine-0", state="fenced", reason="it died"))
+    display.notice(Warned(text="the disk is slow"))
+    display.notice(EvaluationDone(model_step=2, metrics={"eval/accuracy": 0.9}))
+    summary = {"run_directory": "runs/quickstart", "greedy": None, "accuracy": 0.9}
+    display.notice(RunEnded(steps=2, summary=summary))
     display.close()
     display.close()
 
@@ -48,7 +76,7 @@ def test_without_a_terminal_each_step_and_each_evaluation_is_one_line() -> None:
     out = io.StringIO()
     run(PlainDisplay(out), METRICS)
     assert out.getvalue().splitlines() == [
-        "quickstart: 2 steps",
+        "quickstart: tiny: 2 steps",
         "eval after step 0  accuracy 31.0 %  greedy 42.0 %",
         *(
             f"step {step}/2  reward 0.412  loss 0.0021  grad 1.30  2.1 s (produce 1.2, train 0.7)"
@@ -56,6 +84,9 @@ def test_without_a_terminal_each_step_and_each_evaluation_is_one_line() -> None:
             for step in (1, 2)
         ),
         "checkpoint kept",
+        "train step 3 refused: the loss is nan",
+        "engine-0 is fenced: it died",
+        "warning: the disk is slow",
         "eval after step 2  accuracy 90.0 %",
         "  run directory  runs/quickstart",
         "  accuracy       0.9",
@@ -112,6 +143,45 @@ def test_the_cursor_is_given_back_when_a_run_ends_with_an_error() -> None:
     display.start("quickstart", 2)
     display.close()
     assert out.getvalue().endswith("\x1b[?25h")
+
+
+class Hung(io.StringIO):
+    """A terminal whose user has left."""
+
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_terminal_that_is_gone_is_said_by_notice_and_nothing_else_raises(terminal: bool) -> None:
+    out = cast(TextIO, Output(Hung()))
+    display = LiveDisplay(Console(file=out, force_terminal=True)) if terminal else PlainDisplay(out)
+    with pytest.raises(OSError, match="Input/output error"):
+        display.notice(Note(text="hello"))
+    display.close()
+
+
+def test_a_closed_output_is_said_like_a_broken_one() -> None:
+    stream = io.StringIO()
+    display = PlainDisplay(cast(TextIO, Output(stream)))
+    stream.close()
+    with pytest.raises(ValueError, match="closed"):
+        display.notice(Note(text="hello"))
+
+
+def test_a_process_without_any_output_has_a_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    run(make_display(terminal=False), METRICS)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_letters_that_a_terminal_does_not_have_are_replaced(terminal: bool) -> None:
+    raw = io.BytesIO()
+    out = cast(TextIO, Output(io.TextIOWrapper(raw, encoding="ascii", write_through=True)))
+    display = LiveDisplay(Console(file=out, force_terminal=True, width=120)) if terminal else PlainDisplay(out)
+    display.notice(Note(text="größer"))
+    run(display, METRICS)
+    assert b"gr??er" in raw.getvalue()
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=200), st.integers(1, 64))

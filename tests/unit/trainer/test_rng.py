@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import subprocess
@@ -39,7 +40,7 @@ def test_the_same_numbers_follow_after_a_checkpoint(tmp_path: Path) -> None:
     draws()
     tensors, state = rng_state()
     store = CheckpointStore(tmp_path)
-    store.save(1, tensors={"rng": tensors}, state={"rng": state}, config={})
+    asyncio.run(store.save(1, tensors={"rng": tensors}, state={"rng": state}, config={}))
     expected = [draws(), draws()]
     found = store.newest()
     restore_rng(found.tensors("rng"), found.state["rng"])
@@ -50,7 +51,7 @@ def test_the_same_numbers_follow_in_another_process(tmp_path: Path) -> None:
     draws()
     tensors, state = rng_state()
     store = CheckpointStore(tmp_path)
-    store.save(1, tensors={"rng": tensors}, state={"rng": state}, config={})
+    asyncio.run(store.save(1, tensors={"rng": tensors}, state={"rng": state}, config={}))
     program = f"""
 import json, pathlib, random, numpy, torch
 from penstock.trainer.checkpoints import CheckpointStore

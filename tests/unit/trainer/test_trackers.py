@@ -3,19 +3,32 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from penstock.errors import ConfigError, StorageError
-from penstock.trainer.trackers import JsonlTrackerConfig, TensorBoardTrackerConfig, WandbTrackerConfig
+from penstock.events import EvaluationDone, RunBegan, StepTrained
+from penstock.trainer.trackers import (
+    JsonlTrackerConfig,
+    TensorBoardTrackerConfig,
+    Tracker,
+    TrackerSink,
+    WandbTrackerConfig,
+)
 
 
 def test_each_step_is_one_json_line_on_disk_when_log_returns(tmp_path: Path) -> None:
     tracker = JsonlTrackerConfig().build(tmp_path / "run", run_name="run")
     tracker.log(1, {"reward/mean": 0.25})
     file = tmp_path / "run" / "metrics.jsonl"
-    assert [json.loads(line) for line in file.read_text().splitlines()] == [{"step": 1, "reward/mean": 0.25}]
+    [line] = [json.loads(line) for line in file.read_text().splitlines()]
+    assert line.pop("time") == pytest.approx(time.time(), abs=60)
+    assert line == {"step": 1, "kind": "train", "reward/mean": 0.25}
     tracker.log(2, {"reward/mean": 0.5})
     tracker.close()
     assert len(file.read_text().splitlines()) == 2
@@ -25,7 +38,8 @@ def test_a_value_that_is_no_number_is_null_and_the_line_stays_json(tmp_path: Pat
     tracker = JsonlTrackerConfig().build(tmp_path, run_name="run")
     tracker.log(1, {"a": math.nan, "b": math.inf})
     tracker.close()
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "a": None, "b": None}
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert line["step"] == 1 and line["a"] is None and line["b"] is None
 
 
 def test_a_second_tracker_on_the_same_file_appends(tmp_path: Path) -> None:
@@ -74,3 +88,71 @@ def test_tensorboard_events_can_be_read_back_with_their_steps(tmp_path: Path) ->
 def test_a_tracker_whose_package_is_missing_is_refused_with_the_command_to_install_it() -> None:
     with pytest.raises(ConfigError, match=r"pip install penstock\[wandb\]"):
         WandbTrackerConfig().check()
+
+
+def late_evaluation(tracker: Tracker) -> None:
+    """The evaluation of model step 1 ends after step 2."""
+    sink = TrackerSink(tracker)
+    sink.notice(StepTrained(train_step=1, metrics={"reward/mean": 0.1}))
+    sink.notice(StepTrained(train_step=2, metrics={"reward/mean": 0.2}))
+    sink.notice(EvaluationDone(model_step=1, metrics={"eval/accuracy": 0.5}))
+    sink.notice(StepTrained(train_step=3, metrics={"reward/mean": 0.3}))
+    sink.notice(EvaluationDone(model_step=3, metrics={"eval/accuracy": 0.6}))
+    sink.close()
+
+
+def test_a_late_evaluation_is_a_line_of_its_kind_and_the_lines_are_in_the_order_of_time(tmp_path: Path) -> None:
+    late_evaluation(JsonlTrackerConfig().build(tmp_path, run_name="run"))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    told = [(line["kind"], line["step"]) for line in lines]
+    assert told == [("train", 1), ("train", 2), ("eval", 1), ("train", 3), ("eval", 3)]
+    times = [line["time"] for line in lines]
+    assert times == sorted(times)
+
+
+def test_no_series_of_tensorboard_goes_back_and_none_is_dropped(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    late_evaluation(TensorBoardTrackerConfig().build(tmp_path, run_name="run"))
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    series = {tag: [event.step for event in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+    assert series == {"reward/mean": [1, 2, 3], "eval/accuracy": [1, 3]}
+
+
+class CountingUp:
+    """As Weights & Biases has it: one step that only counts up, and series over an axis of their own choice."""
+
+    def __init__(self) -> None:
+        self.axes: dict[str, str] = {}
+        self.rows: list[dict[str, Any]] = []
+
+    def define_metric(self, name: str, *, step_metric: str) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, row: dict[str, Any], step: int | None = None) -> None:
+        assert step is None or step >= len(self.rows), "dropped: steps must not go back"
+        self.rows.append(row)
+
+    def finish(self) -> None:
+        pass
+
+
+def test_weights_and_biases_gets_an_axis_for_evaluations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = CountingUp()
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: run))
+    late_evaluation(WandbTrackerConfig().build(tmp_path, run_name="run"))
+    assert run.axes == {"*": "train_step", "eval/*": "eval/model_step"}
+    assert [row["eval/model_step"] for row in run.rows if "eval/accuracy" in row] == [1, 3]
+    assert [row["train_step"] for row in run.rows if "reward/mean" in row] == [1, 2, 3]
+
+
+def test_a_resumed_run_continues_without_duplicates(tmp_path: Path) -> None:
+    late_evaluation(JsonlTrackerConfig().build(tmp_path, run_name="run"))
+    sink = TrackerSink(JsonlTrackerConfig().build(tmp_path, run_name="run"))
+    sink.notice(RunBegan(run_name="run", model="tiny", total_steps=4, resumed_from=2))
+    for step in (2, 3):
+        sink.notice(StepTrained(train_step=step, metrics={}))
+    sink.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["kind"], line["step"]) for line in lines] == [("train", 1), ("eval", 1), ("train", 2), ("train", 3)]

@@ -1,0 +1,127 @@
+"""Which loop plays a task, and with what sampling."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pydantic
+
+from penstock.agent_loop.base import AgentLoop
+from penstock.config import Config, dotted_name, import_name, nearest
+from penstock.errors import ConfigError
+from penstock.ports import (
+    Description,
+    Engine,
+    GiB,
+    Judger,
+    Local,
+    OnPause,
+    Placement,
+    Tokenizer,
+    TurnLog,
+    actor_problems,
+)
+from penstock.rollout import SampleParams
+
+PORTS = ("engine", "tokenizer", "judger", "turn_log")
+OURS = frozenset(inspect.signature(AgentLoop.__init__).parameters) - {"self"}
+"""What Penstock gives every loop; the rest of a constructor is the user's."""
+
+
+class AgentLoopConfig(Config):
+    """`loop` is a class or its dotted path."""
+
+    loop: type[AgentLoop] | str
+    sample_params: SampleParams = SampleParams()
+    arguments: dict[str, Any] = {}
+    """Extra keyword arguments of the loop's constructor."""
+    judge_timeout_s: float = pydantic.Field(default=700.0, gt=0, allow_inf_nan=False)
+    """For all of judging one rollout or group, the judger's own queue and retries included."""
+    rollout_timeout_s: float = pydantic.Field(default=800.0, gt=0, allow_inf_nan=False)
+    """For all of `generate_sample` but its waits for the engine, whose deadlines are the controller's. Below the
+    manager's `stall_timeout_s`: a loop that hangs costs a rollout, not the run."""
+    num_ray_actors: int = pydantic.Field(default=0, ge=0)
+    """0 plays in this process, 1 in an actor, n behind a router."""
+    num_cpus_per_actor: float = pydantic.Field(default=1.0, gt=0, allow_inf_nan=False)
+    cpu_memory_per_actor: int = pydantic.Field(default=GiB, gt=0)
+
+    def problems(self) -> Iterator[str]:
+        yield from actor_problems(self.num_ray_actors)
+        try:
+            loop = import_name(self.loop) if isinstance(self.loop, str) else self.loop
+        except ConfigError as error:
+            yield from (f"loop: {problem}" for problem in error.problems)
+            return
+        if not (isinstance(loop, type) and issubclass(loop, AgentLoop)):
+            yield f"loop is {dotted_name(loop)}; it must be a subclass of penstock.agent_loop.AgentLoop"
+            return
+        if loop.generate_sample is AgentLoop.generate_sample and loop.generate_group is AgentLoop.generate_group:
+            yield f"loop: {dotted_name(loop)} does not define generate_sample"
+        yield from self._argument_problems(loop)
+
+    def _argument_problems(self, loop: type[AgentLoop]) -> Iterator[str]:
+        taken, required = _constructor(loop)
+        for name in self.arguments:
+            if name in OURS:
+                yield f"arguments: {name!r} is given to every loop; it cannot be given again"
+            elif taken is not None and name not in taken:
+                yield f"arguments: {dotted_name(loop)} takes no {name!r}.{nearest(name, sorted(taken - OURS))}"
+        for name in sorted(required - OURS - set(self.arguments)):
+            yield f"arguments: {dotted_name(loop)} needs {name!r}"
+
+    def build(
+        self,
+        *,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        judger: Judger | None,
+        run_seed: int = 0,
+        placement: Placement | None = None,
+        namespace: str = "",
+        on_pause: OnPause = "abort",
+        turn_log: TurnLog | None = None,
+    ) -> AgentLoop:
+        """Whoever builds it closes it."""
+        loop = import_name(self.loop) if isinstance(self.loop, str) else self.loop
+        description = Description(
+            name=f"agent loop {loop.__name__}",
+            build=loop,
+            arguments={
+                "sample_params": self.sample_params,
+                "run_seed": run_seed,
+                "judge_timeout_s": self.judge_timeout_s,
+                "rollout_timeout_s": self.rollout_timeout_s,
+                "namespace": namespace,
+                "on_pause": on_pause,
+                **self.arguments,
+            },
+            ports=PORTS,
+            num_actors=self.num_ray_actors,
+            num_cpus=self.num_cpus_per_actor,
+            memory=self.cpu_memory_per_actor,
+        )
+        ports = {"engine": engine, "tokenizer": tokenizer, "judger": judger, "turn_log": turn_log}
+        placed: AgentLoop = (placement or Local()).place(description, ports)
+        return placed
+
+
+def _constructor(loop: type[AgentLoop]) -> tuple[set[str] | None, set[str]]:
+    """The keyword arguments that a loop takes (None: any) and those it needs; `**rest` goes on to its base."""
+    taken: set[str] = set()
+    required: set[str] = set()
+    for cls in loop.__mro__:
+        if "__init__" not in vars(cls):
+            continue
+        rest = False
+        for parameter in list(inspect.signature(vars(cls)["__init__"]).parameters.values())[1:]:
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                rest = True
+            elif parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
+                taken.add(parameter.name)
+                if parameter.default is inspect.Parameter.empty:
+                    required.add(parameter.name)
+        if not rest:
+            return taken, required
+    return None, required

@@ -1,0 +1,349 @@
+"""Transcript: the record of one rollout while it is played. Nothing else writes a rollout's tokens.
+
+It appends what the engine and the tools said, turn by turn, into `rollout.turns` and `rollout.segments`. A rollout that
+was interrupted is played again from its beginning: calls that are on record are answered from it, and the interrupted
+one goes on from its tokens. A call of another kind than the one on record is refused, so that a tool's text is never
+taken for the model's.
+
+A conversation that only grows is segment 0. `branch` begins another one; each has its own line of turns, its own
+requests and its own random numbers, so several may be written at once and played again in any order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import numpy as np
+
+from penstock.agent_loop.deadline import Clock
+from penstock.errors import DataFailure, InfrastructureFailure, Interrupted
+from penstock.ports import Completion, Engine, FinishedTurn, GenerateRequest, OnPause, Tokenizer, TurnLog
+from penstock.rollout import (
+    NO_TOKENS,
+    ROOT,
+    UNKNOWN_STEP,
+    WHOLE,
+    FailureReason,
+    FinishReason,
+    RolloutState,
+    SampleParams,
+    Segment,
+    Tokens,
+    Turn,
+    unpack_ids,
+)
+
+GENERATE = "generate"
+TOOL = "tool"
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What one `generate` call made: the new tokens as text, and why it ended."""
+
+    text: str
+    finish_reason: FinishReason
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """Whom a transcript asks, and as whom: the same for all rollouts of an agent loop."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    sample_params: SampleParams
+    run_seed: int = 0
+    namespace: str = ""
+    """Before the ids of requests, where others share the engine."""
+    on_pause: OnPause = "abort"
+    turn_log: TurnLog | None = None
+    """Where finished turns are kept while the rollout is still played."""
+
+
+class Transcript:
+    def __init__(self, rollout: RolloutState, asked: Asked) -> None:
+        self.rollout = rollout
+        self.clock = Clock(lambda: self.stage)
+        self.doing = "agent loop"
+        """What the rollout waits for when it is neither the engine nor a tool; empty when it is played no more."""
+        self._asked = asked
+        self._current = 0
+        self._num_segments = 1
+        """Segments that this playing has asked for; the record may have more."""
+        self._turns_done: Counter[int] = Counter()
+        """Calls of this playing that were answered, by segment."""
+        self._requests: dict[int, str] = {}
+        """Open requests by segment."""
+        self._tools = 0
+
+    @property
+    def stage(self) -> str:
+        """What the rollout waits for, in a word."""
+        if self._requests:
+            return "engine"
+        return "tool" if self._tools else self.doing
+
+    @property
+    def requests(self) -> list[str]:
+        """Ids of the requests that are open."""
+        return list(self._requests.values())
+
+    def branch(self, parent: int = ROOT, start: int = WHOLE) -> int:
+        """Begin another segment after the first `start` tokens of `parent`; returns its index and goes on with it."""
+        self._require_played()
+        segment = Segment(NO_TOKENS, parent, start)
+        if parent >= self._num_segments:
+            raise ValueError(f"{self.rollout.rollout_id} has no segment {parent} to branch from")
+        index, segments = self._num_segments, self.rollout.segments or (Segment(),)
+        if index == len(segments):
+            self.rollout.segments = (*segments, segment)
+        elif (segments[index].parent, segments[index].start) != (parent, start):
+            raise self._mismatch(f"segment {index} is on record with another beginning")
+        self._num_segments = index + 1
+        self._current = index
+        return index
+
+    async def generate(
+        self, params: SampleParams | None = None, *, segment: int | None = None, durable: bool = False
+    ) -> Answer:
+        """Let the model write. Waits for the engine as long as that takes; the rollout's clock stands still.
+
+        `durable`: returns when the finished turn is on disk. Raises Interrupted when a pause comes, with the tokens so
+        far on record; RolloutFailure when the engine fails.
+        """
+        segment = self._use(segment)
+        recorded = self._recorded(segment, GENERATE)
+        if recorded is not None and recorded.finish_reason is not FinishReason.ABORT:
+            self._turns_done[segment] += 1
+            return Answer(recorded.text, recorded.finish_reason or FinishReason.STOP)
+        params = self._checked(params)
+        begun = recorded.num_tokens if recorded is not None else 0
+        reason = FinishReason.LENGTH
+        if begun < params.max_tokens:
+            completion = await self._ask(segment, params, begun)
+            assert completion.finish_reason is not None
+            reason = completion.finish_reason
+            self._append(segment, self._tokens(segment).append(*_columns(completion), steps=completion.steps))
+            begun += len(completion.ids) // 4
+        text = "" if reason is FinishReason.ABORT else self._decoded(segment, begun, params.stop)
+        turn = Turn(GENERATE, begun, reason, text, segment)
+        if reason is FinishReason.ABORT:
+            self._interrupted(turn, recorded)
+            raise Interrupted(f"rollout {self.rollout.rollout_id} was interrupted after {begun} tokens of a turn")
+        await self._finished(turn, recorded, durable)
+        return Answer(text, reason)
+
+    async def call_tool(
+        self,
+        tool: Callable[[], Awaitable[str]],
+        *,
+        timeout_s: float,
+        name: str = "",
+        segment: int | None = None,
+        durable: bool = False,
+    ) -> str:
+        """A tool's answer, on record as text the model did not write: mask 0, no logprob.
+
+        Raises DataFailure when the tool does not answer in time; what the tool raises passes.
+        """
+        segment = self._use(segment)
+        recorded = self._recorded(segment, TOOL, name)
+        if recorded is not None:
+            self._turns_done[segment] += 1
+            return recorded.text
+        text = await self._call(tool, timeout_s)
+        ids = self._asked.tokenizer.encode(text)
+        before = self._tokens(segment)
+        last_step = before.steps[-1][0] if before.steps else UNKNOWN_STEP
+        self._append(segment, before.append(ids, trained=False, model_step=last_step))
+        await self._finished(Turn(TOOL, len(ids), None, text, segment, name), None, durable)
+        return text
+
+    # Inside.
+
+    def _require_played(self) -> None:
+        if not self.doing:
+            raise Interrupted(f"rollout {self.rollout.rollout_id} is played no more")
+
+    def _use(self, segment: int | None) -> int:
+        self._require_played()
+        if segment is None:
+            segment = self._current
+        if not 0 <= segment < self._num_segments:
+            raise ValueError(f"{self.rollout.rollout_id} has no segment {segment}; `branch` begins one")
+        if segment in self._requests:
+            raise ValueError(f"segment {segment} of {self.rollout.rollout_id} is being written; branch to write beside")
+        self._current = segment
+        return segment
+
+    def _tokens(self, segment: int) -> Tokens:
+        segments = self.rollout.segments
+        return segments[segment].tokens if segments else NO_TOKENS
+
+    def _append(self, segment: int, tokens: Tokens) -> None:
+        segments = self.rollout.segments
+        if len(segments) <= 1 and segment == 0:
+            self.rollout.segments = (Segment(tokens),) if tokens.mask else ()
+            return
+        old = segments[segment]
+        self.rollout.segments = (
+            *segments[:segment], Segment(tokens, old.parent, old.start), *segments[segment + 1 :],
+        )  # fmt: skip
+
+    def _recorded(self, segment: int, kind: str, name: str = "") -> Turn | None:
+        """The turn that answers the next call on this segment; None when it is not on record."""
+        turns = self.rollout.turns
+        mine = turns if len(self.rollout.segments) <= 1 else [turn for turn in turns if turn.segment == segment]
+        place = self._turns_done[segment]
+        if place >= len(mine):
+            return None
+        turn = mine[place]
+        if turn.kind != kind:
+            raise self._mismatch(f"turn {place} is on record as {turn.kind!r}, and now {kind!r} is called")
+        if name and turn.name and name != turn.name:
+            raise self._mismatch(f"turn {place} is on record as tool {turn.name!r}, and now {name!r} is called")
+        return turn
+
+    def _mismatch(self, what: str) -> DataFailure:
+        return DataFailure(
+            f"rollout {self.rollout.rollout_id} was played again in another way: {what}; it starts again",
+            reason=FailureReason.RECORD_MISMATCH,
+        )
+
+    def _interrupted(self, turn: Turn, recorded: Turn | None) -> None:
+        others = [other for other in self.rollout.turns if other is not recorded]
+        self.rollout.turns = (*others, turn)
+
+    async def _finished(self, turn: Turn, recorded: Turn | None, durable: bool) -> None:
+        """Finished turns stand before those of other segments that were interrupted, so their places never change."""
+        others = [other for other in self.rollout.turns if other is not recorded]
+        place = len(others)
+        while place and others[place - 1].finish_reason is FinishReason.ABORT:
+            place -= 1
+        self.rollout.turns = (*others[:place], turn, *others[place:])
+        self._turns_done[turn.segment] += 1
+        if self._asked.turn_log is None:
+            return
+        segment = self.rollout.segments[turn.segment] if self.rollout.segments else Segment()
+        await self._asked.turn_log.append(
+            FinishedTurn(
+                task_name=self.rollout.task_name,
+                group_id=self.rollout.group_id,
+                rollout_id=self.rollout.rollout_id,
+                index=place,
+                turn=turn,
+                tokens=_last(segment.tokens, turn.num_tokens),
+                parent=segment.parent,
+                start=segment.start,
+            ),
+            durable=durable,
+        )
+
+    def _checked(self, params: SampleParams | None) -> SampleParams:
+        """A loop may change budgets and stops, not the distribution: the trainer computes logprobs of one."""
+        own = self._asked.sample_params
+        if params is None or _distribution(params) == _distribution(own):
+            return params or own
+        raise DataFailure(
+            f"generate was called with another distribution ({params}) than the task's sample_params ({own}); "
+            "only max_tokens, min_tokens and stops may differ",
+            reason=FailureReason.SAMPLING_PARAMS,
+        )
+
+    async def _ask(self, segment: int, params: SampleParams, begun: int) -> Completion:
+        """The i-th random number is a function of the segment's seed and of i, counted over its tokens."""
+        rollout, asked, ids = self.rollout, self._asked, self._tokens(segment).ids
+        split = len(ids) - 4 * begun
+        request = GenerateRequest(
+            request_id=f"{asked.namespace}{rollout.rollout_id}" + (f"#{segment}" if segment else ""),
+            prompt_ids=(rollout.context_ids(segment) if rollout.segments else rollout.prompt.ids) + ids[:split],
+            response_ids=ids[split:],
+            params=params,
+            seed=rollout_seed(asked.run_seed, rollout, segment),
+            first_uniform=len(ids) // 4,
+            group_id=asked.namespace + rollout.group_id,
+            on_pause=asked.on_pause,
+        )
+        self._requests[segment] = request.request_id
+        self.clock.hold()
+        try:
+            completion = await asked.engine.generate(request)
+        finally:
+            del self._requests[segment]
+            self.clock.release()
+        check_completion(completion, rollout.rollout_id)
+        self._require_played()
+        return completion
+
+    async def _call(self, tool: Callable[[], Awaitable[str]], timeout_s: float) -> str:
+        self._tools += 1
+        deadline = asyncio.timeout(timeout_s)
+        try:
+            async with deadline:
+                text = await tool()
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise DataFailure(
+                f"tool did not answer within {timeout_s:g} s", reason=FailureReason.TOOL_DEADLINE
+            ) from None
+        finally:
+            self._tools -= 1
+        self._require_played()
+        return text
+
+    def _decoded(self, segment: int, num_tokens: int, stop: tuple[str, ...]) -> str:
+        ids = self._tokens(segment).ids
+        text = self._asked.tokenizer.decode(unpack_ids(ids[len(ids) - 4 * num_tokens :]).tolist())
+        found = [position for position in (text.find(s) for s in stop if s) if position >= 0]
+        return text[: min(found)] if found else text
+
+
+def rollout_seed(run_seed: int, rollout: RolloutState, segment: int = 0) -> int:
+    """Of the run's seed, the rollout's id, how often it was started, and the segment; siblings never share one."""
+    text = f"{run_seed}/{rollout.rollout_id}/{rollout.num_tries}/{rollout.data_failures}"
+    if segment:
+        text += f"#{segment}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def check_completion(completion: Completion, rollout_id: str) -> None:
+    """Raise InfrastructureFailure when an engine's answer is nonsense; none of it may reach a batch."""
+    n = len(completion.ids) // 4
+    versions = sum(run[1] for run in completion.steps)
+    if len(completion.ids) % 4 or len(completion.logprobs) != 4 * n or versions != n:
+        problem = f"{n} ids, {len(completion.logprobs) // 4} logprobs, {versions} model steps"
+    elif completion.finish_reason is None:
+        problem = "no finish reason"
+    elif not np.isfinite(np.frombuffer(completion.logprobs, dtype=np.float32)).all():
+        problem = "logprobs that are not finite"
+    elif n == 0 and completion.finish_reason is not FinishReason.ABORT:
+        problem = f"no token and finish reason {completion.finish_reason}"
+    else:
+        return
+    raise InfrastructureFailure(
+        f"engine answered rollout {rollout_id} with {problem}", reason=FailureReason.ENGINE_NONSENSE
+    )
+
+
+def _columns(completion: Completion) -> tuple[bytes, bytes]:
+    return completion.ids, completion.logprobs
+
+
+def _distribution(params: SampleParams) -> tuple[float, float, int, float]:
+    return params.temperature, params.top_p, params.top_k, params.min_p
+
+
+def _last(tokens: Tokens, n: int) -> Tokens:
+    """The last n tokens."""
+    first = len(tokens) - n
+    if first <= 0:
+        return tokens
+    runs, left = [], n
+    for step, length in reversed(tokens.steps):
+        if left:
+            runs.append((step, min(length, left)))
+            left -= runs[-1][1]
+    return Tokens(tokens.ids[4 * first :], tokens.logprobs[4 * first :], tokens.mask[first:], tuple(reversed(runs)))

@@ -1,0 +1,106 @@
+"""One train step, from the groups of a batch to changed weights: prepare -> save trajectories -> train."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from penstock.events import Observer, Warned
+from penstock.learn.batch import TrainBatch, prepare_batch
+from penstock.ports import TrainWorker
+from penstock.produce import ProduceBatchResult
+from penstock.replay import ReplayBuffer
+from penstock.rollout import FloatArray, Group
+from penstock.trainer.loops import Metrics, Stages
+from penstock.trainer.trajectories import Trajectories
+
+IDLE_STEPS = 3
+"""Steps in a row without a gradient after which it is said."""
+
+
+class BatchSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How groups become a train batch."""
+
+    advantage: str
+    temperature: float
+    token_stale_threshold: int | None
+    deterministic: bool
+
+
+class TrainStep:
+    """The `Learner` of a real run."""
+
+    def __init__(
+        self,
+        worker: TrainWorker[TrainBatch],
+        buffer: ReplayBuffer,
+        trajectories: Trajectories,
+        settings: BatchSettings,
+        observer: Observer,
+    ) -> None:
+        self._worker = worker
+        self._buffer = buffer
+        self._trajectories = trajectories
+        self._settings = settings
+        self._observer = observer
+        self._logprobs: dict[str, list[FloatArray]] = {}
+        self._idle_steps = 0
+
+    async def learn(self, result: ProduceBatchResult, train_step: int, stages: Stages) -> Metrics:
+        with stages("prepare"):
+            batch = self._prepare(result.groups, train_step)
+            await asyncio.to_thread(self._trajectories.save_step, train_step, result.groups, batch.advantages)
+            with stages("ledger flush"):
+                # What is trained must survive this process first.
+                await self._buffer.flush()
+        with stages("train"):
+            outcome = await self._worker.train(batch)
+        self._logprobs = outcome.logprobs
+        metrics = batch.metrics | reward_metrics(result.groups) | result.metrics()
+        self._warn_if_idle(train_step, metrics)
+        return metrics | {f"train/{name}": value for name, value in outcome.metrics.items()}
+
+    async def committed(self, train_step: int) -> None:
+        if self._logprobs:
+            await asyncio.to_thread(self._trajectories.save_logprobs, train_step, self._logprobs)
+        self._logprobs = {}
+
+    def _prepare(self, groups: list[Group], train_step: int) -> TrainBatch:
+        settings = self._settings
+        if settings.deterministic:
+            # Groups finish in an order that depends on timing; sums of floats depend on that order.
+            groups = sorted(groups, key=lambda group: (group[0].task_name, group[0].draw))
+        return prepare_batch(
+            groups,
+            train_step=train_step,
+            advantage=settings.advantage,
+            max_token_staleness_threshold=settings.token_stale_threshold,
+            temperature=settings.temperature,
+        )
+
+    def _warn_if_idle(self, train_step: int, metrics: Metrics) -> None:
+        self._idle_steps = self._idle_steps + 1 if metrics["reward/equal_group_share"] == 1.0 else 0
+        if self._idle_steps == IDLE_STEPS:
+            self._observer.notice(
+                Warned(
+                    text=f"train steps {train_step - IDLE_STEPS + 1} to {train_step} had nothing to learn from: in "
+                    "100 % of their groups all rewards are equal. Look at the rewards in trajectories/; prompts that "
+                    "are too easy or too hard, or a judge that always says the same, do this",
+                    source="train",
+                )
+            )
+
+
+def reward_metrics(groups: Sequence[Group]) -> Metrics:
+    """The mean reward of each task, and of each part that judges name."""
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for rollout in (rollout for group in groups for rollout in group):
+        if rollout.reward is not None:
+            rewards[f"reward/task/{rollout.task_name}"].append(rollout.reward.score)
+            for part, value in rollout.reward.parts.items():
+                rewards[f"reward/part/{part}"].append(value)
+    return {name: float(np.mean(values)) for name, values in rewards.items()}

@@ -1,0 +1,81 @@
+"""`summary.json`: what a run came to. A sink that adds up the run's events; the loops never read it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from penstock.events import EvaluationDone, Event, Exported, StepTrained
+
+
+class Summary(msgspec.Struct, kw_only=True):
+    steps: int = 0
+    interrupted: bool = False
+    reward_first: float | None = None
+    """The mean reward of the first step, and of the last."""
+    reward_last: float | None = None
+    eval_accuracy_before: float | None = None
+    eval_accuracy_after: float | None = None
+    eval_greedy_before: float | None = None
+    eval_greedy_after: float | None = None
+    eval_after_step: int | None = None
+    """The model step of the `after` figures; None when nothing was evaluated after training."""
+    eval_failed_prompts: int = 0
+    """Of the last evaluation; they are in none of its figures."""
+    error: str | None = None
+    """Why the run stopped early."""
+    train_seconds: float = 0.0
+    """In train steps, evaluation not included."""
+    wall_seconds: float = 0.0
+    hf_dir: str = ""
+
+
+class SummarySink:
+    """Keeps `summary` up to date. A run that goes on from a checkpoint goes on from its summary too."""
+
+    def __init__(self) -> None:
+        self.summary = Summary()
+        self.last_metrics: dict[str, float] = {}
+        """Of the last step."""
+        self._since = time.perf_counter()
+
+    def restart(self, saved: dict[str, Any], step: int) -> None:
+        """`saved` is what `plain` gave when the checkpoint of `step` was written."""
+        self.summary = msgspec.convert({**saved, "steps": step, "error": None, "interrupted": False}, Summary)
+
+    def plain(self) -> dict[str, Any]:
+        """As it stands now, for files."""
+        now = time.perf_counter()
+        self.summary.wall_seconds += now - self._since
+        self._since = now
+        plain: dict[str, Any] = msgspec.to_builtins(self.summary)
+        return plain
+
+    def notice(self, event: Event) -> None:
+        summary = self.summary
+        if isinstance(event, StepTrained):
+            summary.steps, self.last_metrics = event.train_step, event.metrics
+            summary.train_seconds += event.metrics.get("time/step_s", 0.0)
+            summary.reward_last = event.metrics.get("reward/mean", summary.reward_last)
+            if summary.reward_first is None:
+                summary.reward_first = summary.reward_last
+        elif isinstance(event, EvaluationDone):
+            self._evaluated(event)
+        elif isinstance(event, Exported):
+            summary.hf_dir = event.directory
+
+    def close(self) -> None:
+        """It is read after the run."""
+
+    def _evaluated(self, event: EvaluationDone) -> None:
+        summary, metrics = self.summary, event.metrics
+        accuracy, greedy = metrics.get("eval/accuracy"), metrics.get("eval/greedy_accuracy")
+        failed = metrics.get("eval/failed_prompts", 0.0) + metrics.get("eval/greedy_failed_prompts", 0.0)
+        summary.eval_failed_prompts = int(failed)
+        if event.model_step == 0:
+            summary.eval_accuracy_before, summary.eval_greedy_before = accuracy, greedy
+        else:
+            summary.eval_accuracy_after, summary.eval_greedy_after = accuracy, greedy
+            summary.eval_after_step = event.model_step

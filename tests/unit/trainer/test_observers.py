@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+
+import pytest
+
+from penstock.events import (
+    BatchTaken,
+    EvaluationDone,
+    Event,
+    Note,
+    RunBegan,
+    RunEnded,
+    StageBegan,
+    StageEnded,
+    StepTrained,
+    TaskProgress,
+    Warned,
+)
+from penstock.trainer.observers import EventFile, Observers, read_events
+
+
+class Notebook:
+    def __init__(self, *, fails_at: int | None = None) -> None:
+        self.events: list[Event] = []
+        self.closed = False
+        self._fails_at = fails_at
+
+    def notice(self, event: Event) -> None:
+        self.events.append(event)
+        if len(self.events) == self._fails_at:
+            raise OSError("the terminal is gone")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def notes(notebook: Notebook) -> list[str]:
+    return [event.text for event in notebook.events if isinstance(event, Note)]
+
+
+def test_every_sink_is_told_every_event_in_order() -> None:
+    first, second = Notebook(), Notebook()
+    observers = Observers(first=first, second=second)
+    for text in "abc":
+        observers.notice(Note(text=text))
+    assert notes(first) == notes(second) == ["a", "b", "c"]
+    observers.close()
+    assert first.closed and second.closed
+
+
+def test_a_sink_that_raises_is_dropped_said_once_and_the_others_go_on() -> None:
+    broken, fine = Notebook(fails_at=2), Notebook()
+    observers = Observers(display=broken, fine=fine)
+    for text in "abcd":
+        observers.notice(Note(text=text))
+    assert notes(broken) == ["a", "b"] and notes(fine) == ["a", "b", "c", "d"]
+    [said] = [event for event in fine.events if isinstance(event, Warned)]
+    assert said.source == "display" and "the terminal is gone" in said.text
+    observers.close()
+    assert fine.closed
+
+
+def test_all_sinks_may_fail() -> None:
+    observers = Observers(a=Notebook(fails_at=1), b=Notebook(fails_at=1))
+    observers.notice(Note(text="hello"))
+    observers.notice(Note(text="nobody"))
+    observers.close()
+
+
+def test_a_sink_that_comes_late_is_told_what_it_missed() -> None:
+    observers, late = Observers(), Notebook()
+    observers.notice(Note(text="loading"))
+    observers.notice(TaskProgress(task="sums", done=1, due=2))
+    observers.add("late", late)
+    observers.notice(Note(text="loaded"))
+    assert late.events == [Note(text="loading"), Note(text="loaded")]
+
+
+def test_what_is_logged_and_what_python_warns_of_is_told() -> None:
+    notebook = Notebook()
+    observers = Observers(notebook=notebook)
+    with observers.warnings(), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logging.getLogger("penstock.produce").warning("a group waits")
+        logging.getLogger("penstock.produce").info("nothing new")
+        warnings.warn("old", DeprecationWarning, stacklevel=1)
+    logging.getLogger("penstock").warning("after the run")
+    assert notebook.events == [
+        Warned(text="a group waits", source="penstock.produce"),
+        Warned(text="old", source="DeprecationWarning"),
+    ]
+
+
+def test_events_are_read_back_as_they_were_told(tmp_path: Path) -> None:
+    told = [
+        RunBegan(run_name="run", model="tiny", total_steps=3),
+        StageBegan(stage="produce", train_step=1),
+        StageEnded(stage="produce", seconds=1.5, train_step=1),
+        BatchTaken(train_step=1, groups=4, status="normal", staleness={"sums": {0: 3, 1: 1}}),
+        StepTrained(train_step=1, metrics={"reward/mean": 1.0}),
+        EvaluationDone(model_step=1, metrics={"eval/accuracy": 0.5}),
+        RunEnded(steps=1, interrupted=True, summary={"steps": 1, "error": None}),
+    ]
+    file = EventFile(tmp_path / "events.jsonl")
+    for event in (*told[:2], TaskProgress(task="sums", done=1, due=2), *told[2:]):
+        file.notice(event)
+    file.close()
+    read = list(read_events(tmp_path / "events.jsonl"))
+    assert [kept.event for kept in read] == told
+    moments = [kept.at for kept in read]
+    assert moments == sorted(moments) and all(kept.time > 1e9 for kept in read)
+
+
+def test_a_resumed_run_appends_and_its_seconds_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    clock = iter([100.0, 130.0, 5.0, 6.0])  # another process, another monotonic clock
+    monkeypatch.setattr("penstock.trainer.observers.time.monotonic", lambda: next(clock))
+    wall = iter([2e9, 1e9])  # and a wall clock that was set back
+    monkeypatch.setattr("penstock.trainer.observers.time.time", lambda: next(wall))
+    for text in ("before", "after"):
+        file = EventFile(path)
+        file.notice(Note(text=text))
+        file.close()
+    assert [(kept.at, kept.time) for kept in read_events(path)] == [(30.0, 2e9), (31.0, 1e9)]
+
+
+def test_a_line_that_a_kill_tore_costs_that_line_only(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    file = EventFile(path)
+    file.notice(Note(text="whole"))
+    file.close()
+    path.write_bytes(path.read_bytes() + b'{"time": 1.0, "sec')
+    file = EventFile(path)
+    file.notice(Note(text="after the kill"))
+    file.close()
+    assert [kept.event for kept in read_events(path)] == [Note(text="whole"), Note(text="after the kill")]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_an_event_file_on_a_full_disk_is_dropped_and_the_run_is_still_shown(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    shown = Notebook()
+    observers = Observers(shown=shown)
+    observers.add("events.jsonl", EventFile(tmp_path / "events.jsonl"))
+    observers.notice(Note(text="hello"))
+    observers.close()
+    assert notes(shown) == ["hello"]
+    assert "No space left" in next(event.text for event in shown.events if isinstance(event, Warned))

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock import (
+    AgentLoopManagerConfig,
+    AsyncProduceStrategyConfig,
+    ConfigError,
+    EnginesConfig,
+    ReverseWordConfig,
+    RLColocateTrainerConfig,
+    RLDisaggregatedTrainerConfig,
+    RolloutControllerConfig,
+    SamplerConfig,
+    SingleTurnAgentLoopConfig,
+    TaskSpecConfig,
+    exact_match,
+)
+from penstock.cli import load_config, recipe_names
+from penstock.trainer.deadlines import deadline_orders
+
+
+def task(**fields: Any) -> TaskSpecConfig:
+    given: dict[str, Any] = {
+        "task_name": "words",
+        "sampler_config": SamplerConfig(dataset=ReverseWordConfig(), prompt_repeat_k=2),
+        "agent_loop_config": SingleTurnAgentLoopConfig(),
+        "judger_config": exact_match,
+    }
+    return TaskSpecConfig(**(given | fields))
+
+
+def config(**fields: Any) -> RLColocateTrainerConfig:
+    given: dict[str, Any] = {"model": "tiny", "total_steps": 2, "train_batch_size": 4}
+    return RLColocateTrainerConfig(**(given | ({} if "manager" in fields else {"tasks": [task()]}) | fields))
+
+
+def test_tasks_may_be_given_without_a_manager() -> None:
+    short = config()
+    long = config(manager=AgentLoopManagerConfig(tasks=[task()]))
+    assert short.describe() == long.describe()
+    assert config(tasks=task()).describe() == long.describe()
+    assert short.replace("manager.tasks.0.weight", 2.0).manager.task_list[0].weight == 2.0
+    short.check()
+
+
+def test_exactly_one_of_tasks_and_manager_is_given() -> None:
+    with pytest.raises(ConfigError, match="tasks and manager are both given"):
+        config(tasks=[task()], manager=AgentLoopManagerConfig(tasks=[task()]))
+    with pytest.raises(ConfigError, match="there is nothing to train on: give tasks"):
+        RLColocateTrainerConfig(model="tiny", total_steps=1, train_batch_size=1)
+
+
+def test_disaggregated_engines_have_a_process_of_their_own() -> None:
+    strategy = AsyncProduceStrategyConfig(enable_partial_rollout=True)
+    trainer = RLDisaggregatedTrainerConfig(
+        model="tiny", total_steps=2, train_batch_size=4, tasks=task(produce_strategy_config=strategy)
+    )
+    trainer.check()
+    assert trainer.engines.engine.process and not config().engines.engine.process
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_deadlines_of_every_recipe_are_in_order(name: str) -> None:
+    if name == "quickstart-vllm":
+        pytest.skip("vLLM may not be installed")
+    try:
+        trainer = load_config(name)
+    except ConfigError as refused:
+        assert not [problem for problem in refused.problems if "timeout_s" in problem]
+        return
+    assert isinstance(trainer, RLColocateTrainerConfig | RLDisaggregatedTrainerConfig)
+    assert all(order.is_kept for order in deadline_orders(trainer))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tasks": [task(agent_loop_config=SingleTurnAgentLoopConfig(rollout_timeout_s=900.0))]}, "rollout_timeout_s"),
+        ({"tasks": [task(agent_loop_config=SingleTurnAgentLoopConfig(judge_timeout_s=1000.0))]}, "judge_timeout_s"),
+        (
+            {"engines": EnginesConfig(controller=RolloutControllerConfig(request_timeout_s=300.0))},
+            r"3 x engines\.controller\.request_timeout_s \(300 s\) must be below manager\.stall_timeout_s \(900 s\)",
+        ),
+        (
+            {"engines": EnginesConfig(controller=RolloutControllerConfig(control_timeout_s=31.0))},
+            r"control_timeout_s \(31 s\) may not exceed manager\.pause_request_timeout_s \(30 s\)",
+        ),
+        ({"sync_timeout_s": 100.0}, r"load_timeout_s \(240 s\) must be below sync_timeout_s \(100 s\)"),
+        (
+            {"manager": AgentLoopManagerConfig(tasks=[task()], stall_timeout_s=250.0)},
+            r"pause_timeout_s \(300 s\) must be below manager\.stall_timeout_s \(250 s\)",
+        ),
+    ],
+)
+def test_deadlines_in_an_impossible_order_are_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        config(**fields).check()
+    # Each once, wherever it is looked at.
+    assert len(refused.value.problems) == len(set(refused.value.problems))
+
+
+def test_all_deadlines_that_are_out_of_order_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        config(manager=AgentLoopManagerConfig(tasks=[task()], stall_timeout_s=10.0)).check()
+    assert len([problem for problem in refused.value.problems if "stall_timeout_s" in problem]) == 4
