@@ -27,7 +27,7 @@ NUM_REQUESTS = 64
 CONFIG = """
     from penstock.agent_loop import SingleTurnAgentLoopConfig
     from penstock.data import ReverseWordConfig, SamplerConfig
-    from penstock.engine import VllmEngineConfig
+    from penstock.engine import EnginesConfig, VllmEngineConfig
     from penstock.learn import TrainWorkerConfig
     from penstock.produce import AgentLoopManagerConfig, AsyncProduceStrategyConfig, TaskSpecConfig
     from penstock.rollout import SampleParams
@@ -45,7 +45,9 @@ CONFIG = """
     )
     trainer = RLDisaggregatedTrainerConfig(
         model="{model}",
-        engine=VllmEngineConfig(dtype="float32", max_running=64, max_context=256, kv_cache_gb=0.1),
+        engines=EnginesConfig(
+            engine=VllmEngineConfig(dtype="float32", max_running=64, max_context=256, kv_cache_gb=0.1)
+        ),
         train=TrainWorkerConfig(lr=1e-2),
         manager=AgentLoopManagerConfig(tasks=[task]),
         total_steps=8,
