@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 
 from penstock.errors import InfrastructureFailure
-from penstock.ports import PauseMode
 from penstock.produce.pause import PauseDeadlines
 from penstock.rollout import Status
 from penstock.testing import EngineFaults, EngineScript, ScriptedEngine, ScriptedTask, ScriptedWorld, run_virtual
@@ -24,22 +23,22 @@ class HardOfHearing(ScriptedEngine):
         self.error = error
         self.asked: list[float] = []
 
-    async def pause_generation(self, mode: PauseMode = "abort") -> None:
+    async def pause_generation(self) -> None:
         self.asked.append(asyncio.get_running_loop().time())
         if len(self.asked) < self.hears_at:
             if self.error is not None:
                 raise self.error
             await asyncio.get_running_loop().create_future()
-        await super().pause_generation(mode)
+        await super().pause_generation()
 
 
 class Deaf(HardOfHearing):
     """Says yes and does nothing, until it was asked often enough."""
 
-    async def pause_generation(self, mode: PauseMode = "abort") -> None:
+    async def pause_generation(self) -> None:
         self.asked.append(asyncio.get_running_loop().time())
         if len(self.asked) >= self.hears_at:
-            await ScriptedEngine.pause_generation(self, mode)
+            await ScriptedEngine.pause_generation(self)
 
 
 async def pause_at_ten(world: ScriptedWorld) -> float:
