@@ -84,7 +84,7 @@ class Measured:
         now = await reach(engine, at + STEPS_MEASURED * NUM_REQUESTS)
         self.steps.append((time.perf_counter() - started) * NUM_REQUESTS / (now - at))
         started = time.perf_counter()
-        await engine.pause_generation("abort")
+        await engine.pause_generation()
         completions = await asyncio.gather(*asked)
         self.pauses.append(time.perf_counter() - started)
         handed_back = sum(len(completion.ids) // 4 for completion in completions)

@@ -114,20 +114,20 @@ async def measure(directory: Path, weights: Weights, rounds: int, threads: int) 
     config = EmbeddedEngineConfig(process=True, max_running=4, max_context=512)
     engine = config.build(str(directory), load_tokenizer(directory), threads=threads)
     assert isinstance(engine, ProcessEngine)
-    channel = SharedMemoryChannel(engine)
+    channel = SharedMemoryChannel(weights, engine)
     memcpy = Memcpy(weights.num_bytes)
     try:
         await engine.check_health()
         assert engine.pid is not None
         memory = PeakMemory("self", engine.pid)
-        first = await channel.publish(weights, 1)
+        first = await channel.publish(1)
         # Both segments are written twice before anything counts: their pages are there from then on.
         for step in range(2, WARM + 1):
-            await channel.publish(weights, step)
+            await channel.publish(step)
         speeds, copies = [], []
         for step in range(WARM + 1, WARM + rounds + 1):
             copies.append(memcpy.bytes_per_second())
-            speeds.append((await channel.publish(weights, step)).bytes_per_second)
+            speeds.append((await channel.publish(step)).bytes_per_second)
         private = memory.stop()
     finally:
         await channel.close()

@@ -19,7 +19,7 @@ the same code on a virtual clock.
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -43,8 +43,6 @@ from penstock.rollout import (
 BatchT = TypeVar("BatchT", contravariant=True)
 
 GiB = 1 << 30
-
-PauseMode = Literal["abort", "keep"]
 
 OnPause = Literal["abort", "keep", "serve"]
 """What a pause does to a request. abort: it ends with what it has (a rollout that can go on later). keep: it is frozen
@@ -103,6 +101,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    engines: int = 1
+    """How many are active; several behind a controller."""
     running: int = 0
     waiting: int = 0
     generated_tokens: int = 0
@@ -167,8 +167,11 @@ class Engine(Protocol):
         """
         ...
 
-    def stream(self, request: GenerateRequest) -> AsyncIterator[Completion]:
-        """The same answer in pieces, as it is made. Only the last piece has a finish reason; it may be empty."""
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
+        """The same answer in pieces, as it is made. Only the last piece has a finish reason; it may be empty.
+
+        Closing it early (`contextlib.aclosing`) drops the request.
+        """
         ...
 
     async def score(self, ids: bytes) -> bytes:
@@ -191,7 +194,10 @@ class Engine(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Give up device memory; only while paused. Kept and served requests finish first, under their weights."""
+        """Give up device memory; only while paused, else RunError.
+
+        Kept and served requests finish first, under their weights; what comes later waits until `wake`.
+        """
         ...
 
     async def wake(self) -> None: ...

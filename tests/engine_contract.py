@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.errors import DataFailure, InfrastructureFailure, WeightSyncError
-from penstock.ports import Completion, Engine, EngineStats, GenerateRequest
+from penstock.errors import DataFailure, InfrastructureFailure, RunError, WeightSyncError
+from penstock.ports import Completion, Engine, EngineStats, GenerateRequest, OnPause
 from penstock.rollout import FinishReason, SampleParams, pack_ids, unpack_ids
 
 DEADLINE = 150.0
@@ -87,6 +87,12 @@ class AsNew:
         await self.stats()
         return await self._engine.generate(request)
 
+    async def stream(self, request: Any) -> AsyncIterator[Any]:
+        await self.stats()
+        async with contextlib.aclosing(self._engine.stream(request)) as pieces:
+            async for piece in pieces:
+                yield piece
+
     async def stats(self) -> EngineStats:
         stats = await self._engine.stats()
         if self._made_before is None:
@@ -94,7 +100,7 @@ class AsNew:
         return msgspec.structs.replace(stats, generated_tokens=stats.generated_tokens - self._made_before)
 
     async def close(self) -> None:
-        await self._engine.pause_generation("abort")
+        await self._engine.pause_generation()
         if await self._engine.model_step() != 0:
             await self._engine.load_weights(self._weights, 0)
         await self._engine.continue_generation()
@@ -106,7 +112,13 @@ LONG = 1500
 
 
 def ask(
-    name: str, prompt: Sequence[int] = PROMPTS[0], *, seed: int = 0, given: Sequence[int] = (), **params: Any
+    name: str,
+    prompt: Sequence[int] = PROMPTS[0],
+    *,
+    seed: int = 0,
+    given: Sequence[int] = (),
+    on_pause: OnPause = "abort",
+    **params: Any,
 ) -> GenerateRequest:
     return GenerateRequest(
         request_id=name,
@@ -115,6 +127,7 @@ def ask(
         params=SampleParams(**{"max_tokens": 12, **params}),
         seed=seed,
         first_uniform=len(given),
+        on_pause=on_pause,
     )
 
 
@@ -261,13 +274,13 @@ async def pause_abort_hands_back_partial_tokens_and_refuses_new_requests(subject
     async with running(subject) as engine:
         tasks = [asyncio.create_task(engine.generate(ask(f"{i}", seed=i, max_tokens=LONG))) for i in range(20)]
         await has_made(engine, 20)
-        await engine.pause_generation("abort")
+        await engine.pause_generation()
         completions = await asyncio.gather(*tasks)
         assert {completion.finish_reason for completion in completions} == {FinishReason.ABORT}
         made = sum(len(ids_of(completion)) for completion in completions)
         assert made == (await engine.stats()).generated_tokens
         assert any(completion.ids == b"" for completion in completions), "some were still waiting"
-        await engine.pause_generation("abort")
+        await engine.pause_generation()
         refused = await engine.generate(ask("new"))
         assert (refused.ids, refused.finish_reason) == (b"", FinishReason.ABORT)
         await engine.continue_generation()
@@ -279,7 +292,7 @@ async def a_partial_answer_goes_on_after_an_abort_as_if_nothing_happened(subject
     async with running(subject) as engine:
         task = asyncio.create_task(engine.generate(ask("first", temperature=0.0, max_tokens=LONG)))
         await has_made(engine, 5)
-        await engine.pause_generation("abort")
+        await engine.pause_generation()
         partial = ids_of(await task)
         await engine.continue_generation()
         budget = len(partial) + 10
@@ -288,16 +301,16 @@ async def a_partial_answer_goes_on_after_an_abort_as_if_nothing_happened(subject
         assert partial + ids_of(rest) == ids_of(whole)
 
 
-async def pause_keep_freezes_and_continues_the_same_answers(subject: Subject) -> None:
+async def a_kept_answer_is_frozen_by_a_pause_and_goes_on_the_same(subject: Subject) -> None:
     async with running(subject) as engine:
         # Greedy: with other neighbours an engine may round differently, and a uniform may fall beside a boundary.
         expected = await engine.generate(ask("alone", temperature=0.0, max_tokens=150))
         before = (await engine.stats()).generated_tokens
-        task = asyncio.create_task(engine.generate(ask("frozen", temperature=0.0, max_tokens=150)))
+        task = asyncio.create_task(engine.generate(ask("frozen", temperature=0.0, max_tokens=150, on_pause="keep")))
         await has_made(engine, before + 3)
-        await engine.pause_generation("keep")
+        await engine.pause_generation()
         frozen = (await engine.stats()).generated_tokens
-        late = asyncio.create_task(engine.generate(ask("late", temperature=0.0, max_tokens=4)))
+        late = asyncio.create_task(engine.generate(ask("late", temperature=0.0, max_tokens=4, on_pause="keep")))
         await asyncio.sleep(0)
         await engine.check_health()
         assert (await engine.stats()).generated_tokens == frozen
@@ -305,6 +318,119 @@ async def pause_keep_freezes_and_continues_the_same_answers(subject: Subject) ->
         await engine.continue_generation()
         assert ids_of(await task) == ids_of(expected)
         assert ids_of(await late) == ids_of(expected)[:4]
+
+
+async def a_served_request_goes_on_while_others_are_aborted_and_frozen(subject: Subject) -> None:
+    async with running(subject) as engine:
+        expected = ids_of(await engine.generate(ask("alone", temperature=0.0, max_tokens=150)))
+        before = (await engine.stats()).generated_tokens
+        aborted = asyncio.create_task(engine.generate(ask("aborted", max_tokens=LONG)))
+        served = asyncio.create_task(engine.generate(ask("served", temperature=0.0, max_tokens=150, on_pause="serve")))
+        await has_made(engine, before + 6)
+        await engine.pause_generation()
+        assert (await aborted).finish_reason is FinishReason.ABORT
+        new = await engine.generate(ask("new", temperature=0.0, max_tokens=9, on_pause="serve"))
+        assert (ids_of(new), new.finish_reason) == (expected[:9], FinishReason.LENGTH)
+        assert ids_of(await served) == expected
+        assert (await engine.generate(ask("refused"))).finish_reason is FinishReason.ABORT
+        await engine.continue_generation()
+
+
+async def served_requests_find_room_though_frozen_ones_fill_the_engine(subject: Subject) -> None:
+    async with running(subject) as engine:
+        asked = [ask(f"{i}", seed=i, max_tokens=60, on_pause="keep") for i in range(20)]
+        kept = [asyncio.create_task(engine.generate(request)) for request in asked]
+        await has_made(engine, 20)
+        await engine.pause_generation()
+        completion = await engine.generate(ask("judge", max_tokens=7, on_pause="serve"))
+        assert completion.finish_reason is FinishReason.LENGTH
+        await engine.continue_generation()
+        for answer in await asyncio.gather(*kept):
+            assert (len(ids_of(answer)), answer.finish_reason) == (60, FinishReason.LENGTH)
+
+
+async def a_stream_hands_out_the_same_answer_in_pieces(subject: Subject) -> None:
+    async with running(subject) as engine:
+        request = ask("a", temperature=0.0, max_tokens=40)
+        whole = await engine.generate(request)
+        pieces = [piece async for piece in engine.stream(request)]
+        assert len(pieces) > 3
+        assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [FinishReason.LENGTH]
+        assert b"".join(piece.ids for piece in pieces) == whole.ids
+        logprobs = np.concatenate([logprobs_of(piece) for piece in pieces])
+        np.testing.assert_allclose(logprobs, logprobs_of(whole), atol=1e-4)
+        for piece in pieces:
+            assert sum(count for _, count in piece.steps) == len(ids_of(piece)) == len(logprobs_of(piece))
+        full = [piece async for piece in engine.stream(ask("full", given=[1, 2, 3], max_tokens=3))]
+        assert [(piece.ids, piece.finish_reason) for piece in full] == [(b"", FinishReason.LENGTH)]
+
+
+async def a_paused_stream_ends_or_goes_on_as_its_request_says(subject: Subject) -> None:
+    async with running(subject) as engine:
+
+        async def collect(request: GenerateRequest) -> list[Completion]:
+            return [piece async for piece in engine.stream(request)]
+
+        aborted = asyncio.create_task(collect(ask("aborted", max_tokens=LONG)))
+        kept = asyncio.create_task(collect(ask("kept", seed=1, max_tokens=100, on_pause="keep")))
+        await has_made(engine, 10)
+        await engine.pause_generation()
+        assert (await aborted)[-1].finish_reason is FinishReason.ABORT
+        assert (await collect(ask("refused")))[-1] == (await engine.generate(ask("refused")))
+        assert not kept.done()
+        await engine.load_weights(subject.other_weights, 4)
+        await engine.continue_generation()
+        pieces = await kept
+        assert sum(len(ids_of(piece)) for piece in pieces) == 100
+        assert pieces[0].steps[0][0] == 0 and pieces[-1].steps[-1][0] == 4
+
+
+async def closing_a_stream_drops_its_request(subject: Subject) -> None:
+    async with running(subject) as engine:
+        async with contextlib.aclosing(engine.stream(ask("dropped", max_tokens=LONG))) as pieces:
+            assert (await anext(pieces)).finish_reason is None
+        await engine.check_health()
+        stats = await engine.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
+
+
+async def scores_are_the_logprobs_of_given_tokens_also_while_paused(subject: Subject) -> None:
+    async with running(subject) as engine:
+        completion = await engine.generate(ask("a", PROMPTS[2], max_tokens=150))
+        ids = [*PROMPTS[2], *ids_of(completion)]
+        scores = np.frombuffer(await engine.score(pack_ids(ids)), dtype=np.float32)
+        assert len(scores) == len(ids) - 1
+        np.testing.assert_allclose(scores[len(PROMPTS[2]) - 1 :], logprobs_of(completion), atol=1e-4)
+        await engine.pause_generation()
+        again = np.frombuffer(await engine.score(pack_ids(ids)), dtype=np.float32)
+        np.testing.assert_allclose(again, scores, atol=1e-4)
+        assert await engine.score(pack_ids([5])) == await engine.score(b"") == b""
+        await engine.continue_generation()
+
+
+async def scores_are_those_of_the_trainers_own_forward(subject: Subject) -> None:
+    async with running(subject) as engine:
+        for ids in ([7, 8], [1, 2, 3] * 70):
+            table = subject.reference(ids, 1.0)[:-1]
+            scores = np.frombuffer(await engine.score(pack_ids(ids)), dtype=np.float32)
+            np.testing.assert_allclose(scores, table[np.arange(len(ids) - 1), ids[1:]], atol=1e-4)
+        for wrong in ([1, 96], [-1, 2], [1] * (1 << 16)):
+            with pytest.raises(DataFailure):
+                await engine.score(pack_ids(wrong))
+
+
+async def weights_can_be_loaded_while_a_request_is_served(subject: Subject) -> None:
+    async with running(subject) as engine:
+        served = asyncio.create_task(engine.generate(ask("served", max_tokens=LONG, on_pause="serve")))
+        await has_made(engine, 3)
+        await engine.pause_generation()
+        await engine.load_weights(subject.other_weights, 6)
+        made = (await engine.stats()).generated_tokens
+        await has_made(engine, made + 3)
+        await engine.continue_generation()
+        await engine.abort(["served"])
+        steps = (await served).steps
+        assert [step for step, _ in steps] == [0, 6]
 
 
 async def abort_ends_the_named_requests_only(subject: Subject) -> None:
@@ -345,9 +471,9 @@ async def loaded_weights_make_the_next_answers_and_are_named_by_them(subject: Su
 
 async def a_frozen_answer_goes_on_under_the_new_weights_and_says_so(subject: Subject) -> None:
     async with running(subject) as engine:
-        task = asyncio.create_task(engine.generate(ask("a", max_tokens=LONG)))
+        task = asyncio.create_task(engine.generate(ask("a", max_tokens=LONG, on_pause="keep")))
         await has_made(engine, 3)
-        await engine.pause_generation("keep")
+        await engine.pause_generation()
         made = (await engine.stats()).generated_tokens
         await engine.load_weights(subject.other_weights, 2)
         await engine.continue_generation()
@@ -392,11 +518,37 @@ async def requests_that_cannot_be_served_are_data_failures(subject: Subject) -> 
 async def a_sleeping_engine_wakes_with_the_same_answers(subject: Subject) -> None:
     async with running(subject) as engine:
         before = ids_of(await engine.generate(ask("before", seed=4)))
-        await engine.pause_generation("abort")
+        await engine.pause_generation()
         await engine.sleep()
         await engine.wake()
         await engine.continue_generation()
         assert ids_of(await engine.generate(ask("after", seed=4))) == before
+
+
+async def an_engine_sleeps_only_when_paused(subject: Subject) -> None:
+    async with running(subject) as engine:
+        with pytest.raises(RunError, match="cannot sleep"):
+            await engine.sleep()
+        assert (await engine.generate(ask("a"))).finish_reason is FinishReason.LENGTH
+
+
+async def kept_and_served_requests_finish_under_their_weights_before_an_engine_sleeps(subject: Subject) -> None:
+    async with running(subject) as engine:
+        asked = [ask(f"{i}", seed=i, max_tokens=80, on_pause="keep") for i in range(10)]
+        asked += [ask("served", seed=99, max_tokens=80, on_pause="serve")]
+        tasks = [asyncio.create_task(engine.generate(request)) for request in asked]
+        await has_made(engine, 20)
+        await engine.pause_generation()
+        await engine.sleep()
+        made = (await engine.stats()).generated_tokens
+        late = asyncio.create_task(engine.generate(ask("late", on_pause="serve")))
+        await engine.check_health()
+        await engine.load_weights(subject.other_weights, 1)
+        assert {completion.steps for completion in await asyncio.gather(*tasks)} == {((0, 80),)}
+        assert not late.done() and made == (await engine.stats()).generated_tokens
+        await engine.wake()
+        assert (await late).steps == ((1, 12),)
+        await engine.continue_generation()
 
 
 async def closing_fails_what_is_pending_and_all_that_comes_later(subject: Subject) -> None:
@@ -427,7 +579,15 @@ CONTRACT: tuple[Callable[[Subject], Awaitable[None]], ...] = (
     an_answer_that_used_its_budget_gets_no_more_tokens,
     pause_abort_hands_back_partial_tokens_and_refuses_new_requests,
     a_partial_answer_goes_on_after_an_abort_as_if_nothing_happened,
-    pause_keep_freezes_and_continues_the_same_answers,
+    a_kept_answer_is_frozen_by_a_pause_and_goes_on_the_same,
+    a_served_request_goes_on_while_others_are_aborted_and_frozen,
+    served_requests_find_room_though_frozen_ones_fill_the_engine,
+    weights_can_be_loaded_while_a_request_is_served,
+    a_stream_hands_out_the_same_answer_in_pieces,
+    a_paused_stream_ends_or_goes_on_as_its_request_says,
+    closing_a_stream_drops_its_request,
+    scores_are_the_logprobs_of_given_tokens_also_while_paused,
+    scores_are_those_of_the_trainers_own_forward,
     abort_ends_the_named_requests_only,
     cancelling_a_request_frees_its_place,
     loaded_weights_make_the_next_answers_and_are_named_by_them,
@@ -435,11 +595,14 @@ CONTRACT: tuple[Callable[[Subject], Awaitable[None]], ...] = (
     wrong_weights_are_refused_and_the_old_ones_kept,
     requests_that_cannot_be_served_are_data_failures,
     a_sleeping_engine_wakes_with_the_same_answers,
+    an_engine_sleeps_only_when_paused,
+    kept_and_served_requests_finish_under_their_weights_before_an_engine_sleeps,
     closing_fails_what_is_pending_and_all_that_comes_later,
 )
 
 ABOUT_THE_MODEL = (
     logprobs_are_those_of_the_trainers_own_forward,
+    scores_are_those_of_the_trainers_own_forward,
     greedy_answers_take_the_likeliest_token_and_its_logprob_at_temperature_1,
     a_stop_string_ends_the_answer_with_the_token_that_completes_it,
     an_answer_does_not_stop_before_min_tokens,

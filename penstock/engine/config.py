@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 import pydantic
 
 from penstock.config import Config, Dtype
-from penstock.ports import Engine, Tokenizer
+from penstock.events import Nobody, Observer
+from penstock.ports import Engine, Tokenizer, WeightChannel, WeightSource
 
 if TYPE_CHECKING:
     from penstock.engine.controller import RolloutController
@@ -25,6 +26,10 @@ class EngineConfig(Config, abc.ABC):
 
     process: bool = False
     """Run it in a process of its own: training and generation overlap, and its death is not the trainer's."""
+    max_running: int = pydantic.Field(default=64, ge=1)
+    """Answers made at the same time; more requests wait."""
+    environment: list[str] = []
+    """Variables that its process gets besides those that every program needs; see `penstock.environment`."""
 
     @abc.abstractmethod
     def build(
@@ -35,8 +40,6 @@ class EngineConfig(Config, abc.ABC):
 class EmbeddedEngineConfig(EngineConfig):
     """The engine for a machine with nothing but torch, in this process or its own."""
 
-    max_running: int = pydantic.Field(default=64, ge=1)
-    """Answers made at the same time; more requests wait."""
     max_context: int | None = pydantic.Field(default=None, ge=2)
     """Prompt and answer together, in tokens. None: what the model was made for."""
     dtype: Dtype = "float32"
@@ -71,13 +74,13 @@ class EmbeddedEngineConfig(EngineConfig):
         from penstock.engine.process import ProcessEngine
 
         setup = Setup(
-            config=self.model_dump(mode="json", exclude={"process"}),
+            config=self.model_dump(mode="json", exclude={"process", "environment"}),
             model_dir=str(model_dir),
             stop_ids=tuple(sorted(tokenizer.stop_ids)),
             deterministic=deterministic,
             threads=threads,
         )
-        return ProcessEngine(setup)
+        return ProcessEngine(setup, environment=self.environment)
 
 
 class VllmEngineConfig(EngineConfig):
@@ -90,8 +93,6 @@ class VllmEngineConfig(EngineConfig):
     process: Literal[True] = True
     python: str | None = ".venv-vllm/bin/python"
     """The interpreter of the environment that has vLLM, from here or from the project's directory. None: this one."""
-    max_running: int = pydantic.Field(default=64, ge=1)
-    """Answers made at the same time; more requests wait."""
     max_context: int | None = pydantic.Field(default=None, ge=2)
     """Prompt and answer together, in tokens. None: what the model was made for."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -121,13 +122,14 @@ class VllmEngineConfig(EngineConfig):
         self.check()
         setup = Setup(
             engine="vllm",
-            config=self.model_dump(mode="json", exclude={"python"}),
+            config=self.model_dump(mode="json", exclude={"python", "environment"}),
             model_dir=str(model_dir),
             stop_ids=tuple(sorted(tokenizer.stop_ids)),
             deterministic=deterministic,
             threads=threads,
         )
-        return ProcessEngine(setup, python=self._interpreter() or sys.executable)
+        python = self._interpreter() or sys.executable
+        return ProcessEngine(setup, python=python, environment=self.environment)
 
     def _interpreter(self) -> str | None:
         if self.python is None:
@@ -138,12 +140,13 @@ class VllmEngineConfig(EngineConfig):
 
 
 class RolloutControllerConfig(Config):
-    """The one door to several engines: how many requests each takes, and how long anything may take."""
+    """The one door to the engines: how many requests each takes, and how long anything may take."""
 
-    max_requests_per_engine: int = pydantic.Field(default=256, ge=1)
-    """Requests given to one engine at a time; more wait in the controller."""
+    max_requests_per_engine: int | None = pydantic.Field(default=None, ge=1)
+    """Requests given to one engine at a time; more wait in the controller's line. None: as many as it runs at once."""
     request_timeout_s: float = pydantic.Field(default=300.0, gt=0)
-    """For one engine to answer one request; then another engine is asked."""
+    """For one engine to answer one request, from when it is given the request; then another engine is asked. Waiting
+    in line and being frozen by a pause do not count."""
     control_timeout_s: float = pydantic.Field(default=30.0, gt=0)
     """For an engine to pause, continue, abort, sleep or wake."""
     load_timeout_s: float = pydantic.Field(default=240.0, gt=0)
@@ -163,9 +166,82 @@ class RolloutControllerConfig(Config):
     recovery_retry_s: float = pydantic.Field(default=2.0, gt=0)
     """From a failed recovery to the next."""
 
-    def build(self, engines: Mapping[str, Engine], *, model_step: int = 0) -> RolloutController:
-        """`model_step` is what the engines serve when they start."""
+    def build(
+        self,
+        engines: Mapping[str, Engine],
+        *,
+        model_step: int = 0,
+        max_running: int = 256,
+        observer: Observer | None = None,
+    ) -> RolloutController:
+        """`model_step` is what the engines serve when they start, `max_running` how many requests each runs at once."""
         from penstock.engine.controller import RolloutController
 
         self.check()
-        return RolloutController(engines, self, model_step=model_step)
+        return RolloutController(
+            engines, self, model_step=model_step, max_running=max_running, observer=observer or Nobody()
+        )
+
+
+class EnginesConfig(Config):
+    """All engines of a run: what each is, how many, the one door to them, and how weights reach them."""
+
+    engine: EngineConfig = EmbeddedEngineConfig()
+    num_engines: int = pydantic.Field(default=1, ge=1)
+    controller: RolloutControllerConfig = RolloutControllerConfig()
+    channel: Literal["auto", "in_process", "shared_memory", "disk"] = "auto"
+    """`auto`: in_process for an engine in this process, shared_memory for engines in their own. `disk` is for engines
+    that share a file system with the trainer and no memory."""
+    weights_dir: str | None = None
+    """Of the disk channel, where all engines find it under this name. None: `weights` in the run's directory."""
+
+    def problems(self) -> Iterator[str]:
+        if self.num_engines > 1 and not self.engine.process:
+            yield f"num_engines is {self.num_engines}; several engines need engine.process=True"
+        if self.channel == "in_process" and self.engine.process:
+            yield "channel is 'in_process' and engine.process is True; another process cannot read the trainer's memory"
+        if self.channel == "shared_memory" and not self.engine.process:
+            yield "channel is 'shared_memory' and engine.process is False; an engine in this process needs no copy"
+        if self.weights_dir is not None and self.channel != "disk":
+            yield f"weights_dir is {self.weights_dir!r} and channel is {self.channel!r}; only 'disk' writes there"
+        asked = self.controller.max_requests_per_engine
+        if asked is not None and asked > self.engine.max_running:
+            yield (
+                f"controller.max_requests_per_engine is {asked} and engine.max_running {self.engine.max_running}; what "
+                "waits inside an engine is timed as if it were served: the first may not exceed the second"
+            )
+
+    def build(
+        self,
+        model_dir: str,
+        tokenizer: Tokenizer,
+        *,
+        deterministic: bool = False,
+        threads: int | None = None,
+        observer: Observer | None = None,
+    ) -> RolloutController:
+        """The engines behind their controller, which owns them; `threads` is the number of CPU threads for each.
+
+        Blocks while an engine in this process loads its model. Raises ModelError.
+        """
+        self.check()
+        engines = {
+            f"engine-{number}": self.engine.build(
+                str(model_dir), tokenizer, deterministic=deterministic, threads=threads
+            )
+            for number in range(self.num_engines)
+        }
+        return self.controller.build(engines, max_running=self.engine.max_running, observer=observer)
+
+    def build_channel(
+        self, weights: WeightSource, engine: Engine, *, run_dir: Path, timeout_s: float = 300.0
+    ) -> WeightChannel:
+        """From the trainer's weights to `engine`, which is what `build` returned."""
+        from penstock.weights import DiskChannel, InProcessChannel, SharedMemoryChannel
+
+        if self.channel == "disk":
+            directory = Path(self.weights_dir) if self.weights_dir is not None else run_dir / "weights"
+            return DiskChannel(weights, engine, directory, timeout_s=timeout_s)
+        if self.channel == "shared_memory" or (self.channel == "auto" and self.engine.process):
+            return SharedMemoryChannel(weights, engine, timeout_s=timeout_s)
+        return InProcessChannel(weights, engine, timeout_s=timeout_s)

@@ -1,39 +1,34 @@
-"""RolloutController: the one door to several engines, behind the `Engine` port of one.
+"""RolloutController: the one door to the engines, behind the `Engine` port of one.
 
     generate ---> routing: the group's engine, or the least loaded ---> engine ---> answer checked ---> caller
                      ^                                                     |
                      +------- another engine, at most twice <-- failed, late, fenced, nonsense
 
-Control calls (pause, continue, abort, sleep, wake) go to all active engines at once, past every waiting request; an
-engine that does not obey in time is fenced. New weights are published when at least one engine confirms them; those
-that do not are fenced, and come back only with them.
+A request waits in line until an engine has a place for it; its clock begins with the place and stands still while it is
+frozen. Control calls (pause, continue, abort, sleep, wake) go to all engines in service at once, past every waiting
+request; an engine that does not obey in time is fenced. How weights are published is in `publishing.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 
-from penstock.agent_loop import check_completion
+import msgspec
+
 from penstock.engine.config import RolloutControllerConfig
-from penstock.engine.health import DEAD, EngineState, Fleet, Member
+from penstock.engine.health import Fleet, Member, RequestClock
+from penstock.engine.lifecycle import EngineState
+from penstock.engine.publishing import publish
 from penstock.engine.recovery import supervise
-from penstock.engine.requests import ABORTED
-from penstock.engine.routing import Router
-from penstock.errors import ConfigError, InfrastructureFailure, PenstockError, WeightSyncError
-from penstock.ports import (
-    Completion,
-    Engine,
-    EngineStats,
-    GenerateRequest,
-    KeptWeights,
-    LoadedWeights,
-    PauseMode,
-    WeightSource,
-)
-from penstock.rollout import FailureReason
-from penstock.weights.confirm import load_confirmed
+from penstock.engine.requests import ABORTED, check_completion, check_scores, joined
+from penstock.engine.routing import Router, Ticket
+from penstock.errors import ConfigError, InfrastructureFailure, PenstockError, RunError, WeightSyncError
+from penstock.events import Observer
+from penstock.ports import Completion, Engine, EngineStats, GenerateRequest, LoadedWeights, WeightSource
+from penstock.rollout import FailureReason, FinishReason
 
 MAX_REROUTES = 2
 
@@ -42,13 +37,19 @@ class RolloutController:
     """Belongs to the event loop of its first call; the engines are supervised from then on."""
 
     def __init__(
-        self, engines: Mapping[str, Engine], config: RolloutControllerConfig | None = None, *, model_step: int = 0
+        self,
+        engines: Mapping[str, Engine],
+        config: RolloutControllerConfig,
+        *,
+        model_step: int,
+        max_running: int,
+        observer: Observer,
     ) -> None:
         if not engines:
             raise ConfigError("RolloutController needs at least one engine")
-        self._config = config or RolloutControllerConfig()
-        self._fleet = Fleet(engines, self._config, model_step)
-        self._router = Router(self._fleet, self._config.max_requests_per_engine)
+        self._config = config
+        self._fleet = Fleet(engines, config, model_step, observer)
+        self._router = Router(self._fleet, config.max_requests_per_engine or max_running)
         self._fleet.on_change = self._router.assign
         self._supervisors: list[asyncio.Task[None]] = []
         self._live: Counter[str] = Counter()
@@ -61,115 +62,188 @@ class RolloutController:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Raises InfrastructureFailure when three engines failed, EngineUnavailable when none is there to ask."""
+        with self._open(request) as ticket:
+            while (member := await self._place(ticket)) is not None:
+                try:
+                    async with self._asking(member, ticket) as oldest:
+                        async with self._router.clock(member, ticket):
+                            completion = await member.engine.generate(request)
+                        check_completion(completion, request)
+                        await self._check_steps(completion, request, member, oldest)
+                        return completion
+                except InfrastructureFailure as failure:
+                    self._note_failed(ticket, member, failure)
+                finally:
+                    self._router.leave(member, ticket)
+            return ABORTED
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
+        """Goes on with another engine where one failed: what was handed out stays."""
+        sent: list[Completion] = []
+        with self._open(request) as ticket:
+            while (member := await self._place(ticket)) is not None:
+                try:
+                    async with (
+                        self._asking(member, ticket) as oldest,
+                        contextlib.aclosing(self._pieces(member, ticket, _go_on(request, sent), oldest)) as pieces,
+                    ):
+                        async for piece in pieces:
+                            sent.append(piece)
+                            yield piece
+                    return
+                except InfrastructureFailure as failure:
+                    self._note_failed(ticket, member, failure)
+                finally:
+                    self._router.leave(member, ticket)
+            yield ABORTED
+
+    async def _pieces(
+        self, member: Member, ticket: Ticket, request: GenerateRequest, oldest: int
+    ) -> AsyncGenerator[Completion, None]:
+        """One engine's stream, each piece checked before it is handed on."""
+        clock = self._router.clock(member, ticket)
+        got: list[Completion] = []
+        async with contextlib.aclosing(member.engine.stream(request)) as pieces:
+            while True:
+                async with clock:
+                    piece = await anext(pieces, None)
+                if piece is None:
+                    raise InfrastructureFailure(
+                        f"engine {member.name} ended {request.request_id} without a finish reason",
+                        reason=FailureReason.ENGINE_NONSENSE,
+                    )
+                got.append(piece)
+                so_far = joined(got)
+                if piece.finish_reason is None:  # so far it is what an abort would hand back
+                    so_far = msgspec.structs.replace(so_far, finish_reason=FinishReason.ABORT)
+                check_completion(so_far, request)
+                await self._check_steps(piece, request, member, oldest)
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+
+    async def score(self, ids: bytes) -> bytes:
+        """By any engine; like a request that a pause does not touch."""
+        self._start()
+        ticket = Ticket("", "", "serve")
+        try:
+            while True:
+                member = await self._router.take_place(ticket)
+                assert member is not None, "nobody aborts it"
+                try:
+                    async with self._asking(member, ticket):
+                        async with self._router.clock(member, ticket):
+                            scores = await member.engine.score(ids)
+                        check_scores(scores, ids)
+                        return scores
+                except InfrastructureFailure as failure:
+                    self._note_failed(ticket, member, failure)
+                finally:
+                    self._router.leave(member, ticket)
+        finally:
+            ticket.ended.set()
+
+    @contextlib.contextmanager
+    def _open(self, request: GenerateRequest) -> Iterator[Ticket]:
         self._start()
         self._live[request.request_id] += 1
+        ticket = Ticket(request.request_id, request.group_id, request.on_pause)
         try:
-            return await self._generate(request)
+            yield ticket
         finally:
+            ticket.ended.set()
             self._live[request.request_id] -= 1
             if not self._live[request.request_id]:
                 del self._live[request.request_id]
                 self._aborted.discard(request.request_id)
 
-    async def _generate(self, request: GenerateRequest) -> Completion:
-        failed: list[str] = []
-        while True:
-            if self._fleet.pause == "abort" or request.request_id in self._aborted:
-                return ABORTED
-            member = await self._router.take_place(request, failed)
-            if member is None:
-                return ABORTED
-            try:
-                return await self._ask(member, request)
-            except InfrastructureFailure:
-                failed.append(member.name)
-                if self._closed or len(failed) > MAX_REROUTES:
-                    raise
-            finally:
-                self._router.leave(member)
+    async def _place(self, ticket: Ticket) -> Member | None:
+        """None: it is aborted."""
+        if (self._fleet.paused and ticket.on_pause == "abort") or ticket.request_id in self._aborted:
+            return None
+        return await self._router.take_place(ticket)
 
-    async def _ask(self, member: Member, request: GenerateRequest) -> Completion:
-        """One engine's answer, checked. Whatever is wrong with it counts against that engine."""
-        oldest, times_fenced = len(self._fleet.history) - 1, member.times_fenced
-        timeout_s = self._config.request_timeout_s
+    @contextlib.asynccontextmanager
+    async def _asking(self, member: Member, ticket: Ticket) -> AsyncGenerator[int, None]:
+        """Whatever goes wrong inside counts against the engine, as an InfrastructureFailure.
+
+        Gives the place in the history of what was published when the request began.
+        """
+        life, name = self._fleet.life, member.name
+        times_fenced = life.times_fenced(name)
         try:
-            async with asyncio.timeout(None if self._fleet.pause == "keep" else timeout_s) as scope:
-                member.enter(scope)
-                try:
-                    completion = await member.engine.generate(request)
-                finally:
-                    member.leave(scope)
-            await self._check(completion, request, member, oldest)
+            yield len(life.history) - 1
         except TimeoutError:
-            if member.times_fenced == times_fenced:
+            if self._closed:
+                raise _closed() from None
+            if life.times_fenced(name) == times_fenced:
                 failure = InfrastructureFailure(
-                    f"engine {member.name} did not answer {request.request_id} within {timeout_s:g} s",
+                    f"engine {name} did not answer {ticket.request_id} within {self._config.request_timeout_s:g} s",
                     reason=FailureReason.ENGINE_DEADLINE,
                 )
-                self._count_failure(member, failure)
+                self._fleet.request_failed(member, failure)
             else:
                 failure = InfrastructureFailure(
-                    f"engine {member.name} was fenced: {member.last_failure}", reason=FailureReason.ENGINE_FENCED
+                    f"engine {name} was fenced: {life.failure(name)}", reason=FailureReason.ENGINE_FENCED
                 )
             raise failure from None
         except InfrastructureFailure as failed:
-            self._count_failure(member, failed)
+            self._fleet.request_failed(member, failed)
             raise
-        member.request_failures = 0
-        return completion
+        life.request_answered(name)
 
-    async def _check(self, completion: Completion, request: GenerateRequest, member: Member, oldest: int) -> None:
+    def _note_failed(self, ticket: Ticket, member: Member, failure: InfrastructureFailure) -> None:
+        """Another engine is asked, or the failure is the answer."""
+        ticket.avoid.append(member.name)
+        if self._closed or len(ticket.avoid) > MAX_REROUTES:
+            raise failure
+
+    async def _check_steps(self, completion: Completion, request: GenerateRequest, member: Member, oldest: int) -> None:
         """`oldest` is the place in the history of what was published when the request began."""
-        if completion.ids or len(request.response_ids) < 4 * request.params.max_tokens:
-            check_completion(completion, request.request_id)
-        fleet = self._fleet
+        life = self._fleet.life
         steps = {step for step, _ in completion.steps}
-        if fleet.loading_step in steps:
+        if life.loading_step in steps:
             # Made by weights that this engine has and the sync may still lose.
-            await fleet.load_ended.wait()
-        wrong = sorted(steps.difference(fleet.history[oldest:]))
+            await self._fleet.load_ended.wait()
+        wrong = sorted(steps.difference(life.history[oldest:]))
         if wrong:
-            failure = f"answered {request.request_id} with model step {wrong[0]}; published is {fleet.published}"
-            fleet.fence(member, failure)
+            failure = f"answered {request.request_id} with model step {wrong[0]}; published is {life.published}"
+            self._fleet.fence(member, failure)
             raise InfrastructureFailure(f"engine {member.name} {failure}", reason=FailureReason.ENGINE_NONSENSE)
-
-    def _count_failure(self, member: Member, failure: InfrastructureFailure) -> None:
-        if member.state is not EngineState.ACTIVE:
-            return
-        member.request_failures += 1
-        member.last_failure = str(failure)
-        member.attention.set()
-        if member.request_failures >= self._config.failures_to_fence or failure.reason in DEAD:
-            self._fleet.fence(member, str(failure))
 
     # Control.
 
-    async def pause_generation(self, mode: PauseMode = "abort") -> None:
+    async def pause_generation(self) -> None:
         self._start()
-        self._fleet.pause = mode
-        if mode == "abort":
-            self._router.abort()
-        for member in self._fleet.active:
-            member.set_deadlines(None)
-        await self._tell_all("pause", lambda engine: engine.pause_generation(mode))
+        self._fleet.paused = True
+        self._router.abort(lambda ticket: ticket.on_pause == "abort")
+        for clock in self._kept_clocks():
+            clock.stop()
+        await self._tell_all("pause", lambda engine: engine.pause_generation())
+        self._router.assign()
 
     async def continue_generation(self) -> None:
         self._start()
         # First, so that an engine that comes back meanwhile is not left paused.
-        self._fleet.pause = None
+        self._fleet.paused = self._fleet.asleep = False
         await self._tell_all("continue", lambda engine: engine.continue_generation())
-        for member in self._fleet.active:
-            member.set_deadlines(asyncio.get_running_loop().time() + self._config.request_timeout_s)
+        for clock in self._kept_clocks():
+            clock.start()
         self._router.assign()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self._start()
         self._aborted.update(name for name in request_ids if self._live[name])
-        self._router.abort(frozenset(request_ids))
+        ids = frozenset(request_ids)
+        self._router.abort(lambda ticket: ticket.request_id in ids)
         await self._tell_all("abort", lambda engine: engine.abort(request_ids))
 
     async def sleep(self) -> None:
+        """Kept and served requests that are here finish first, each within its own deadline."""
         self._start()
+        if not self._fleet.paused:
+            raise RunError("the engines cannot sleep: they are not paused; pause them first")
+        await self._finish_what_is_here()
         self._fleet.asleep = True
         try:
             await self._tell_all("sleep", lambda engine: engine.sleep())
@@ -177,24 +251,49 @@ class RolloutController:
             self._fleet.asleep = False
             raise
 
+    async def _finish_what_is_here(self) -> None:
+        """The engines go on for it, while the door is closed to what comes."""
+        last = [ticket for ticket in self._router.everyone if ticket.on_pause != "abort"]
+        if not last:
+            return
+        self._router.last, self._fleet.draining = frozenset(last), True
+        try:
+            await self._tell_all("continue", lambda engine: engine.continue_generation())
+            for clock in self._kept_clocks():
+                clock.start()
+            self._router.assign()
+            for ticket in last:
+                await ticket.ended.wait()
+        finally:
+            self._router.last, self._fleet.draining = frozenset(), False
+            for clock in self._kept_clocks():
+                clock.stop()
+            await self._tell_all("pause", lambda engine: engine.pause_generation())
+
     async def wake(self) -> None:
         self._start()
         self._fleet.asleep = False
         await self._tell_all("wake", lambda engine: engine.wake())
+        self._router.assign()
+
+    def _kept_clocks(self) -> list[RequestClock]:
+        """Not those of fenced engines, which have rung."""
+        return [clock for member in self._fleet.in_service for clock in member.clocks if clock.on_pause == "keep"]
 
     async def _tell_all(self, what: str, call: Callable[[Engine], Awaitable[None]]) -> None:
-        """All active engines at once. One that fails or is late is fenced; what it refuses, it refuses for all."""
+        """All engines in service at once. One that fails or is late is fenced; what it refuses, it refuses for all."""
+        limit = self._config.control_timeout_s
 
         async def tell(member: Member) -> None:
             try:
-                async with asyncio.timeout(self._config.control_timeout_s):
+                async with asyncio.timeout(limit):
                     await call(member.engine)
             except TimeoutError:
-                self._fleet.fence(member, f"did not {what} within {self._config.control_timeout_s:g} s")
+                self._fleet.fence(member, f"did not {what} within {limit:g} s")
             except InfrastructureFailure as failure:
                 self._fleet.fence(member, f"did not {what}: {failure}")
 
-        outcomes = await asyncio.gather(*(tell(member) for member in self._fleet.active), return_exceptions=True)
+        outcomes = await asyncio.gather(*map(tell, self._fleet.in_service), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -202,70 +301,21 @@ class RolloutController:
     # Weights.
 
     async def load_weights(self, source: WeightSource, model_step: int) -> LoadedWeights:
-        """All active engines at once. Those that do not confirm are fenced.
+        """All engines at once. Those that do not confirm are fenced. Returns what the others say they received.
 
         Raises WeightSyncError when none confirms; `model_step()` is then what it was.
         """
         self._start()
         async with self._syncing:
-            await self._until(lambda: self._can_load)
+            await self._until(self._can_load)
             try:
-                return await self._sync_once(source, model_step)
+                return await publish(self._fleet, source, model_step)
             except WeightSyncError:
-                if self._fleet.active:
+                if self._fleet.in_service:
                     raise
                 # All of them died; whichever comes back is given these weights.
-                await self._until(lambda: self._can_load)
-                return await self._sync_once(source, model_step)
-
-    async def _sync_once(self, source: WeightSource, model_step: int) -> LoadedWeights:
-        fleet, members = self._fleet, self._can_load
-        fleet.begin_sync(members, model_step)
-        try:
-            failures = await self._load_into(members, source, model_step)
-            if len(failures) == len(members):
-                story = "; ".join(f"{member.name}: {failure}" for member, failure in failures.items())
-                raise WeightSyncError(f"weights {model_step}: no engine confirmed them. {story}")
-            fleet.publish(model_step, source)
-            for member, failure in failures.items():
-                fleet.fence(member, failure)
-        except asyncio.CancelledError:
-            for member in members:
-                fleet.fence(member, f"the sync of weights {model_step} was cancelled; it may have either")
-            raise
-        finally:
-            fleet.end_sync(members)
-        return LoadedWeights(model_step=model_step, checksum=_checksum(source))
-
-    async def _load_into(self, members: list[Member], source: WeightSource, model_step: int) -> dict[Member, str]:
-        """The members that did not confirm, and why."""
-
-        async def load(member: Member) -> str | None:
-            try:
-                async with asyncio.timeout(self._config.load_timeout_s):
-                    await load_confirmed(member.engine, source, model_step, _checksum(source))
-            except TimeoutError:
-                return f"did not load the weights within {self._config.load_timeout_s:g} s"
-            except PenstockError as error:
-                return str(error)
-            return None
-
-        outcomes = await asyncio.gather(*(load(member) for member in members))
-        failures = {m: failure for m, failure in zip(members, outcomes, strict=True) if failure is not None}
-        if len(failures) == len(members):
-            # Nothing was published, so an engine that kept the old weights may go on.
-            kept = await asyncio.gather(*(self._serves(member, self._fleet.published) for member in members))
-            for member, serves in zip(members, kept, strict=True):
-                if not serves:
-                    self._fleet.fence(member, failures[member])
-        return failures
-
-    async def _serves(self, member: Member, model_step: int) -> bool:
-        try:
-            async with asyncio.timeout(self._config.control_timeout_s):
-                return await member.engine.model_step() == model_step
-        except (TimeoutError, PenstockError):
-            return False
+                await self._until(self._can_load)
+                return await publish(self._fleet, source, model_step)
 
     async def model_step(self) -> int:
         """What was published: engines with other weights serve nothing."""
@@ -273,22 +323,18 @@ class RolloutController:
 
     # State.
 
-    def states(self) -> dict[str, EngineState]:
-        return {member.name: member.state for member in self._fleet.members}
-
     async def check_health(self) -> None:
         """Returns if an active engine says that it is well. Waits for the first to start."""
         self._start()
-        if not self._fleet.active and any(member.last_failure for member in self._fleet.members):
-            raise InfrastructureFailure(
-                f"no engine is active: {self._fleet.describe()}", reason=FailureReason.NO_ENGINE
-            )
+        fleet = self._fleet
+        if not fleet.in_service and any(fleet.life.failure(member.name) for member in fleet.members):
+            raise InfrastructureFailure(f"no engine is active: {fleet.describe()}", reason=FailureReason.NO_ENGINE)
         try:
-            await self._until(lambda: self._fleet.active)
+            await self._until(lambda: bool(fleet.in_service))
         except PenstockError as error:
             raise InfrastructureFailure(str(error), reason=FailureReason.NO_ENGINE) from error
-        if not any(await asyncio.gather(*map(self._is_well, self._fleet.active))):
-            raise InfrastructureFailure(f"no engine is well: {self._fleet.describe()}", reason=FailureReason.NO_ENGINE)
+        if not any(await asyncio.gather(*map(self._is_well, fleet.in_service))):
+            raise InfrastructureFailure(f"no engine is well: {fleet.describe()}", reason=FailureReason.NO_ENGINE)
 
     async def _is_well(self, member: Member) -> bool:
         try:
@@ -302,11 +348,12 @@ class RolloutController:
     async def stats(self) -> EngineStats:
         """Of all engines together. An engine that does not answer in time counts as it was last seen."""
         self._start()
-        members = self._fleet.members
+        members, in_service = self._fleet.members, self._fleet.in_service
         for member, stats in zip(members, await asyncio.gather(*map(self._stats_of, members)), strict=True):
             member.stats = stats
-        shares = [member.stats.cache_use for member in self._fleet.active]
+        shares = [member.stats.cache_use for member in in_service]
         return EngineStats(
+            engines=len(in_service),
             running=sum(member.stats.running for member in members),
             waiting=sum(member.stats.waiting for member in members) + self._router.waiting,
             generated_tokens=sum(member.tokens_before + member.stats.generated_tokens for member in members),
@@ -315,7 +362,7 @@ class RolloutController:
         )
 
     async def _stats_of(self, member: Member) -> EngineStats:
-        if member.state is EngineState.ACTIVE:
+        if member in self._fleet.in_service:
             try:
                 async with asyncio.timeout(self._config.control_timeout_s):
                     return await member.engine.stats()
@@ -329,38 +376,38 @@ class RolloutController:
         Raises InfrastructureFailure when it is not within the deadline, or was given up.
         """
         self._start()
-        member = next(member for member in self._fleet.members if member.name == name)
+        member = next((member for member in self._fleet.members if member.name == name), None)
+        if member is None:
+            known = ", ".join(member.name for member in self._fleet.members)
+            raise RunError(f"there is no engine {name!r} to restart; the engines are {known}")
         self._fleet.fence(member, "a restart was asked for")
-        timeout_s = self._config.start_timeout_s + self._config.recovery_retry_s
+        life, timeout_s = self._fleet.life, self._config.start_timeout_s + self._config.recovery_retry_s
         try:
             async with asyncio.timeout(timeout_s):
-                while member.state is not EngineState.ACTIVE:
-                    if member.gone:
-                        message = f"engine {name} was given up: {member.last_failure}"
+                while (state := self._fleet.state(member)) is not EngineState.ACTIVE:
+                    if state is EngineState.GONE:
+                        message = f"engine {name} was given up: {life.failure(name)}"
                         raise InfrastructureFailure(message, reason=FailureReason.ENGINE_GONE)
                     await self._fleet.changed.wait()
         except TimeoutError:
-            message = f"engine {name} did not come back within {timeout_s:g} s: {member.last_failure}"
+            message = f"engine {name} did not come back within {timeout_s:g} s: {life.failure(name)}"
             raise InfrastructureFailure(message, reason=FailureReason.ENGINE_START_DEADLINE) from None
 
     async def close(self) -> None:
         """End the supervision and close every engine. What is open fails. Idempotent."""
         self._closed = True
+        self._router.fail(lambda ticket: True, _closed())
         self._fleet.stop()
         for supervisor in self._supervisors:
             supervisor.cancel()
         await asyncio.gather(*self._supervisors, return_exceptions=True)
-        self._router.fail_all(_closed())
 
         async def close(member: Member) -> None:
             async with asyncio.timeout(self._config.control_timeout_s):
                 await member.engine.close()
 
-        outcomes = await asyncio.gather(*map(close, self._fleet.members), return_exceptions=True)
-        for member, outcome in zip(self._fleet.members, outcomes, strict=True):
-            member.state = EngineState.FENCED
-            member.last_failure = "closed" if outcome is None else f"closing failed: {outcome!r}"
-            member.set_deadlines(asyncio.get_running_loop().time())
+        # An engine that does not close in time is its process's end to see to; the others are closed all the same.
+        await asyncio.gather(*map(close, self._fleet.members), return_exceptions=True)
 
     def _start(self) -> None:
         if self._closed:
@@ -372,19 +419,28 @@ class RolloutController:
                 for member in self._fleet.members
             ]
 
-    @property
-    def _can_load(self) -> list[Member]:
-        return [member for member in self._fleet.members if self._fleet.is_active(member) or member.awaits_weights]
+    def _can_load(self) -> bool:
+        states = map(self._fleet.state, self._fleet.members)
+        return any(state in (EngineState.ACTIVE, EngineState.AWAITING) for state in states)
 
-    async def _until(self, found: Callable[[], list[Member]]) -> None:
-        while not found():
-            if self._fleet.unavailable is not None:
-                raise self._fleet.unavailable
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            unavailable = self._fleet.unavailable
+            if unavailable is not None:
+                raise unavailable
             await self._fleet.changed.wait()
 
 
-def _checksum(source: WeightSource) -> str | None:
-    return source.checksum if isinstance(source, KeptWeights) else None
+def _go_on(request: GenerateRequest, sent: list[Completion]) -> GenerateRequest:
+    """The request for the rest of an answer of which these pieces were handed out."""
+    if not sent:
+        return request
+    made = joined(sent).ids
+    return msgspec.structs.replace(
+        request,
+        response_ids=request.response_ids + made,
+        first_uniform=request.first_uniform + len(made) // 4,
+    )
 
 
 def _closed() -> InfrastructureFailure:

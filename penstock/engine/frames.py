@@ -1,7 +1,8 @@
 """What goes over the socket between an engine's process and its user: frames of a 4-byte length and msgpack.
 
     user -> engine    Setup once, then Call and Cancel
-    engine -> user    Reply or Failed for call 0 once the model is loaded or refused, then one for each call
+    engine -> user    Reply or Failed for call 0 once the model is loaded or refused, then one for each call; a stream
+                      sends Pieces before its Reply
 
 Calls carry a number, so many are open at a time and answers come in any order.
 """
@@ -26,7 +27,7 @@ from penstock.errors import (
     RunError,
     WeightSyncError,
 )
-from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, PauseMode
+from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights
 from penstock.rollout import FailureReason
 from penstock.weights.stored import StoredWeights
 
@@ -65,6 +66,13 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
     result: msgspec.Raw
 
 
+class Piece(msgspec.Struct, frozen=True, tag="piece"):
+    """Of a stream that goes on."""
+
+    number: int
+    result: msgspec.Raw
+
+
 class WireError(msgspec.Struct, frozen=True):
     kind: str
     message: str
@@ -78,7 +86,9 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 METHODS: dict[str, tuple[Any, Any]] = {
     "generate": (tuple[GenerateRequest], Completion),
-    "pause_generation": (tuple[PauseMode], None),
+    "stream": (tuple[GenerateRequest], Completion),
+    "score": (tuple[bytes], bytes),
+    "pause_generation": (tuple[()], None),
     "continue_generation": (tuple[()], None),
     "abort": (tuple[list[str]], None),
     "sleep": (tuple[()], None),

@@ -1,58 +1,89 @@
-"""The state of each engine, and what all of them must serve.
+"""The engines of a fleet with what they must have: their lifecycle's effects are carried out here.
 
-ACTIVE --failed series, wrong weights, failed control call--> FENCED --> RECOVERING --healthy, current weights--> ACTIVE
-
-Only an ACTIVE engine is given requests. A fenced one loses those it has: they go to another engine.
+`lifecycle.py` decides; `Fleet` tells it what happened and when, takes work away from a fenced engine, wakes the
+supervisor that brings it back, rings the alarm, and tells the observer. Nothing here waits.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
+from penstock import events
 from penstock.engine.config import RolloutControllerConfig
-from penstock.errors import EngineUnavailable
-from penstock.ports import Engine, EngineStats, KeptWeights, PauseMode, WeightSource
+from penstock.engine.lifecycle import (
+    IN_SERVICE,
+    Alarm,
+    Effect,
+    EngineState,
+    Fence,
+    GiveUp,
+    Lifecycle,
+    Limits,
+    Look,
+    Recover,
+    Tell,
+)
+from penstock.errors import EngineUnavailable, InfrastructureFailure
+from penstock.events import Observer
+from penstock.ports import Engine, EngineStats, KeptWeights, OnPause, WeightSource
 from penstock.rollout import FailureReason
 
 DEAD = frozenset({FailureReason.ENGINE_DIED, FailureReason.ENGINE_CLOSED})
 """Reasons of failures after which nothing more can come from an engine; they need no series."""
 
 
-class EngineState(enum.StrEnum):
-    ACTIVE = "active"
-    FENCED = "fenced"
-    RECOVERING = "recovering"
+class RequestClock:
+    """How long one engine may still take for one request. It stands still while the request is frozen."""
+
+    def __init__(self, on_pause: OnPause, timeout_s: float) -> None:
+        self.on_pause = on_pause
+        self._timeout_s = timeout_s
+        self._ends: float | None = None
+        self._scope: asyncio.Timeout | None = None
+
+    async def __aenter__(self) -> None:
+        """Raises TimeoutError at the end of the block when the time is up. Entered once for every wait."""
+        self._scope = asyncio.timeout_at(self._ends)
+        await self._scope.__aenter__()
+
+    async def __aexit__(self, *error: object) -> None:
+        scope, self._scope = self._scope, None
+        assert scope is not None
+        await scope.__aexit__(*error)  # type: ignore[arg-type]
+
+    def start(self) -> None:
+        self._set(asyncio.get_running_loop().time() + self._timeout_s)
+
+    def stop(self) -> None:
+        self._set(None)
+
+    def ring(self) -> None:
+        self._set(asyncio.get_running_loop().time())
+
+    def _set(self, ends: float | None) -> None:
+        self._ends = ends
+        if self._scope is not None and not self._scope.expired():
+            self._scope.reschedule(ends)
 
 
 class Member:
-    """One engine of the fleet. It starts as RECOVERING: it must show its health before it serves."""
+    """One engine of the fleet, and what runs there."""
 
     def __init__(self, name: str, engine: Engine) -> None:
         self.name = name
         self.engine = engine
-        self.state = EngineState.RECOVERING
-        self.last_failure = ""
-        self.gone = False
-        """It refused to start; trying again would not help."""
-        self.running = 0
-        self.loading = False
-        self.awaits_weights = False
-        """Healthy, but the published weights cannot be read again; the next sync brings it back."""
+        self.clocks: set[RequestClock] = set()
+        """Of the requests that it was given."""
         self.attention = asyncio.Event()
         """Set when its supervisor should look at it now."""
-        self.request_failures = 0
-        self.probe_failures = 0
-        self.failed_recoveries = 0
-        """Since it was last active."""
+        self.recovery: Recover | None = None
+        """What its supervisor is to do first."""
         self.stats = EngineStats()
         self.tokens_seen = 0
         """At its last health check."""
         self.tokens_before = 0
         """Made by processes of this engine that are gone."""
-        self.times_fenced = 0
-        self._scopes: set[asyncio.Timeout] = set()
 
     def forget_process(self) -> None:
         """Its process is replaced: the count of tokens goes on."""
@@ -60,186 +91,146 @@ class Member:
         self.stats = EngineStats()
         self.tokens_seen = 0
 
-    def enter(self, scope: asyncio.Timeout) -> None:
-        self._scopes.add(scope)
-
-    def leave(self, scope: asyncio.Timeout) -> None:
-        self._scopes.discard(scope)
-
-    def set_deadlines(self, when: float | None) -> None:
-        """Of all requests that run here; None stops their clocks."""
-        for scope in self._scopes:
-            if not scope.expired():
-                scope.reschedule(when)
-
-    def describe(self) -> str:
-        return f"{self.name} is {self.state}: {self.last_failure or 'not started yet'}"
-
 
 class Fleet:
-    """All engines with the weights and the mode they must have. Nothing here waits."""
+    """All engines with the weights and the mode they must have."""
 
-    def __init__(self, engines: Mapping[str, Engine], config: RolloutControllerConfig, model_step: int) -> None:
+    def __init__(
+        self, engines: Mapping[str, Engine], config: RolloutControllerConfig, model_step: int, observer: Observer
+    ) -> None:
         self.members = [Member(name, engine) for name, engine in engines.items()]
         self.config = config
-        self.history = [model_step]
-        """Every model step that was published, in order."""
+        limits = Limits(
+            failures_to_fence=config.failures_to_fence,
+            start_timeout_s=config.start_timeout_s,
+            unavailable_timeout_s=config.unavailable_timeout_s,
+            recovery_retry_s=config.recovery_retry_s,
+        )
+        self.life = Lifecycle(engines, limits, model_step)
         self.kept: KeptWeights | None = None
         """The published weights, when they can be read again; None also while the engines' own are the published."""
-        self.loading_step: int | None = None
-        """The sync that is under way."""
         self.load_ended = asyncio.Event()
         self.load_ended.set()
-        self.next_sync = asyncio.Event()
-        """Set, and replaced, at the end of every sync."""
-        self.pause: PauseMode | None = None
+        self.paused = False
         self.asleep = False
-        self.unavailable: EngineUnavailable | None = None
-        """Set when no engine was active for too long, until one is."""
+        self.draining = False
+        """Paused for those who come, while the requests that are here finish before the engines sleep."""
         self.changed = asyncio.Event()
-        """Set, and replaced, whenever an engine changes its state or the fleet gives up."""
+        """Set, and replaced, whenever something may have changed for those who wait."""
         self.on_change: Callable[[], None] = lambda: None
+        self._observer = observer
         self._alarm: asyncio.TimerHandle | None = None
-        self._overdue = False
-        """The alarm rang. An engine that is being restarted for the first time is waited for all the same."""
-        self._starting = False
-        """No engine was active yet, and not all have failed."""
-        self._stopped = False
+
+    # What is so.
 
     @property
     def published(self) -> int:
-        return self.history[-1]
+        return self.life.published
 
     @property
-    def active(self) -> list[Member]:
-        return [member for member in self.members if member.state is EngineState.ACTIVE]
+    def in_service(self) -> list[Member]:
+        return [member for member in self.members if self.state(member) in IN_SERVICE]
 
     @property
     def serving(self) -> list[Member]:
-        """Active, and not in the middle of taking new weights."""
-        return [member for member in self.active if not member.loading]
+        """Not those that are taking new weights."""
+        return [member for member in self.members if self.state(member) is EngineState.ACTIVE]
 
-    def is_active(self, member: Member) -> bool:
-        return member.state is EngineState.ACTIVE
+    @property
+    def unavailable(self) -> EngineUnavailable | None:
+        """Why nobody should wait for an engine any longer."""
+        story = self.life.given_up
+        return EngineUnavailable(f"no engine is active: {story}") if story is not None else None
+
+    def state(self, member: Member) -> EngineState:
+        return self.life.state(member.name)
+
+    def describe(self) -> str:
+        return "; ".join(self.life.describe(member.name) for member in self.members)
+
+    # What happened.
 
     def start(self) -> None:
-        self._set_alarm(self.config.start_timeout_s)
-        self._starting = True
+        self._carry_out(self.life.started(self._now()))
 
     def stop(self) -> None:
-        self._stopped = True
-        self._stop_alarm()
-
-    def begin_sync(self, members: list[Member], model_step: int) -> None:
-        self.loading_step = model_step
-        self.load_ended.clear()
-        for member in members:
-            member.loading = True
-
-    def end_sync(self, members: list[Member]) -> None:
-        """The supervisors of those that lacked weights look at them again."""
-        for member in members:
-            member.loading = member.awaits_weights = False
-        self.loading_step = None
-        if not self.active:
-            self.unavailable = None
-            self._set_alarm(self.config.unavailable_timeout_s)
-            self._note_no_return()
-        self.load_ended.set()
-        self.next_sync.set()
-        self.next_sync = asyncio.Event()
-        self.notify()
+        self._carry_out(self.life.closed())
 
     def fence(self, member: Member, failure: str) -> None:
-        """Take its work away; its supervisor goes on from here."""
-        if member.state is not EngineState.ACTIVE:
-            return
-        member.state = EngineState.FENCED
-        member.last_failure = failure
-        member.times_fenced += 1
-        member.set_deadlines(asyncio.get_running_loop().time())
-        member.attention.set()
-        if not self.active:
-            self._set_alarm(self.config.unavailable_timeout_s)
-        self.notify()
+        self._carry_out(self.life.fenced(member.name, failure, self._now()))
 
-    def activate(self, member: Member) -> None:
-        member.state = EngineState.ACTIVE
-        member.request_failures = member.probe_failures = member.failed_recoveries = 0
-        member.awaits_weights = False
-        member.attention.clear()
-        self.unavailable = None
-        self._starting = False
-        self._stop_alarm()
-        self.notify()
+    def request_failed(self, member: Member, failure: InfrastructureFailure) -> None:
+        dead = failure.reason in DEAD
+        self._carry_out(self.life.request_failed(member.name, str(failure), self._now(), dead=dead))
 
-    def stays_fenced(self, member: Member, failure: str) -> None:
-        """A recovery failed; another will be tried."""
-        member.state = EngineState.FENCED
-        member.failed_recoveries += 1
-        member.awaits_weights = False
-        member.last_failure = failure
-        self._note_no_return()
-        self.notify()
+    def probe_answered(self, member: Member, served: int, published: int) -> None:
+        self._carry_out(self.life.probe_answered(member.name, served, published, self._now()))
+
+    def probe_failed(self, member: Member, failure: str, *, dead: bool = False) -> None:
+        self._carry_out(self.life.probe_failed(member.name, failure, self._now(), dead=dead))
+
+    def recovering(self, member: Member, *, restarted: bool) -> None:
+        self._carry_out(self.life.recovering(member.name, restarted=restarted))
+
+    def recovered(self, member: Member, served: int) -> None:
+        self._carry_out(self.life.recovered(member.name, served))
 
     def lacks_weights(self, member: Member, served: int) -> None:
-        """Alive, with other weights than the published, which nobody kept: the next sync brings it back."""
-        member.awaits_weights = True
-        member.last_failure = f"serves model step {served}, not {self.published}; only a weight sync can change that"
-        self._note_no_return()
-        self.notify()
+        self._carry_out(self.life.lacks_weights(member.name, served, self._now()))
 
-    def publish(self, model_step: int, source: WeightSource) -> None:
-        """At least one engine confirmed them."""
-        self.history.append(model_step)
-        self.kept = source if isinstance(source, KeptWeights) else None
+    def recovery_failed(self, member: Member, failure: str) -> None:
+        self._carry_out(self.life.recovery_failed(member.name, failure, self._now()))
 
-    def retire(self, member: Member, failure: str) -> None:
-        """It cannot come back."""
-        member.state = EngineState.FENCED
-        member.gone = True
-        member.awaits_weights = False
-        member.last_failure = failure
-        self._note_no_return()
-        self.notify()
+    def refused(self, member: Member, failure: str) -> None:
+        self._carry_out(self.life.refused(member.name, failure, self._now()))
 
-    def notify(self) -> None:
+    def sync_began(self, model_step: int) -> list[Member]:
+        """Those that take part."""
+        names, effects = self.life.sync_began(model_step)
+        self.load_ended.clear()
+        self._carry_out(effects)
+        return [member for member in self.members if member.name in names]
+
+    def sync_ended(
+        self, source: WeightSource, confirmed: Collection[str], failures: Mapping[str, str], kept_old: Collection[str]
+    ) -> None:
+        effects = self.life.sync_ended(confirmed, failures, kept_old, self._now())
+        if confirmed:
+            self.kept = source if isinstance(source, KeptWeights) else None
+        self.load_ended.set()
+        self._carry_out(effects)
+
+    # What is to be done.
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        by_name = {member.name: member for member in self.members}
+        for effect in effects:
+            match effect:
+                case Fence(engine=name):
+                    for clock in by_name[name].clocks:
+                        clock.ring()
+                case Recover(engine=name):
+                    by_name[name].recovery = effect
+                    by_name[name].attention.set()
+                case Look(engine=name):
+                    by_name[name].attention.set()
+                case Tell(engine=name, state=state, reason=reason):
+                    self._observer.notice(events.EngineChanged(engine=name, state=state.word, reason=reason))
+                case Alarm(at=at):
+                    self._set_alarm(at)
+                case GiveUp(reason=reason):
+                    self._observer.notice(events.Alarm(text=f"no engine is active: {reason}"))
         self.changed.set()
         self.changed = asyncio.Event()
         self.on_change()
 
-    def describe(self) -> str:
-        return "; ".join(member.describe() for member in self.members)
-
-    def _note_no_return(self) -> None:
-        """Called when one does not come back, or not yet."""
-        awaiting = [member for member in self.members if member.awaits_weights and self.loading_step is None]
-        if all(member.gone or member in awaiting for member in self.members):
-            self._give_up()  # none comes back by itself, so nobody waits any longer
-        elif self._overdue:
-            self._give_up_unless_one_may_come()
-        elif self._starting and all(other.last_failure for other in self.members):
-            self._set_alarm(self.config.unavailable_timeout_s)
-
-    def _set_alarm(self, timeout_s: float) -> None:
-        self._starting = False
-        self._stop_alarm()
-        if not self._stopped:
-            self._alarm = asyncio.get_running_loop().call_later(timeout_s, self._give_up_unless_one_may_come)
-
-    def _stop_alarm(self) -> None:
-        self._overdue = False
+    def _set_alarm(self, at: float | None) -> None:
         if self._alarm is not None:
             self._alarm.cancel()
-            self._alarm = None
+        self._alarm = asyncio.get_running_loop().call_at(at, self._ring) if at is not None else None
 
-    def _give_up_unless_one_may_come(self) -> None:
-        self._overdue = True
-        if all(member.failed_recoveries or member.gone or member.awaits_weights for member in self.members):
-            self._give_up()
+    def _ring(self) -> None:
+        self._carry_out(self.life.clock(self._now()))
 
-    def _give_up(self) -> None:
-        if self.active:
-            return
-        self.unavailable = EngineUnavailable(f"no engine is active: {self.describe()}")
-        self.notify()
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

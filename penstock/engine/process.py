@@ -16,14 +16,15 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import msgspec
 
 from penstock.engine.frames import START, Failed, Reply, Setup, error_from_wire, frame, read_frame
 from penstock.engine.remote import RemoteEngine
+from penstock.environment import child_environment
 from penstock.errors import InfrastructureFailure, PenstockError
-from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, PauseMode, WeightSource
+from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, WeightSource
 from penstock.rollout import FailureReason
 
 LAST_LINES = 20
@@ -31,18 +32,23 @@ _LINE_LIMIT = 2000
 
 
 class ProcessEngine:
-    """The `Engine` port. Starts with the first call; use it from one event loop at a time."""
+    """The `Engine` port. Starts with the first call; use it from one event loop at a time.
+
+    `environment` names the variables that the process gets besides those of `child_environment`.
+    """
 
     def __init__(
         self,
         setup: Setup,
         *,
         python: str = sys.executable,
+        environment: Sequence[str] = (),
         start_timeout_s: float = 300.0,
         close_timeout_s: float = 5.0,
     ) -> None:
         self._setup = setup
         self._python = python
+        self._environment = environment
         self._start_timeout_s = start_timeout_s
         self._close_timeout_s = close_timeout_s
         self._child: _Child | None = None
@@ -56,8 +62,16 @@ class ProcessEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         return await (await self._engine()).generate(request)
 
-    async def pause_generation(self, mode: PauseMode = "abort") -> None:
-        await (await self._engine()).pause_generation(mode)
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
+        async with contextlib.aclosing((await self._engine()).stream(request)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def score(self, ids: bytes) -> bytes:
+        return await (await self._engine()).score(ids)
+
+    async def pause_generation(self) -> None:
+        await (await self._engine()).pause_generation()
 
     async def continue_generation(self) -> None:
         await (await self._engine()).continue_generation()
@@ -112,7 +126,7 @@ class ProcessEngine:
             raise
 
     async def _start(self) -> RemoteEngine:
-        child = self._child = await _Child.start(self._python)
+        child = self._child = await _Child.start(self._python, child_environment(self._environment))
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 return await child.connect(self._setup)
@@ -148,7 +162,7 @@ class _Child:
         self._listening = asyncio.create_task(self._listen(), name=f"stderr of engine {process.pid}")
 
     @classmethod
-    async def start(cls, python: str) -> _Child:
+    async def start(cls, python: str, environment: Mapping[str, str]) -> _Child:
         ours, theirs = socket.socketpair()
         try:
             # From the loop's own thread: the kernel ends a child with the thread that started it.
@@ -159,6 +173,7 @@ class _Child:
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
+                env=environment,
                 start_new_session=True,
             )
         except OSError as error:

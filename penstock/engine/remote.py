@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from penstock.engine.frames import METHODS, Call, Cancel, Failed, Reply, error_from_wire, frame, read_frame
+from penstock.engine.frames import METHODS, Call, Cancel, Failed, Piece, Reply, error_from_wire, frame, read_frame
 from penstock.errors import InfrastructureFailure, WeightSyncError
-from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, PauseMode, WeightSource
+from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, WeightSource
 from penstock.rollout import FailureReason
 from penstock.weights.shared_memory import SharedMemoryBuffer
 from penstock.weights.stored import DiskWeights, SharedMemoryWeights
@@ -29,6 +29,8 @@ class RemoteEngine:
         self._why_ended = why_ended
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._pieces: dict[int, asyncio.Queue[msgspec.Raw | None]] = {}
+        """Of open streams."""
         self._end: InfrastructureFailure | None = None
         self._buffer: SharedMemoryBuffer | None = None
         self._reading = asyncio.create_task(self._read(), name="engine answers")
@@ -37,8 +39,30 @@ class RemoteEngine:
         completion: Completion = await self._call("generate", request)
         return completion
 
-    async def pause_generation(self, mode: PauseMode = "abort") -> None:
-        await self._call("pause_generation", mode)
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
+        number = next(self._numbers)
+        pieces: asyncio.Queue[msgspec.Raw | None] = asyncio.Queue()
+        self._pieces[number] = pieces
+        answer = asyncio.create_task(self._ask(number, "stream", request), name=f"stream {request.request_id}")
+        answer.add_done_callback(lambda _: pieces.put_nowait(None))
+        try:
+            while (piece := await pieces.get()) is not None:
+                yield msgspec.msgpack.decode(piece, type=Completion)
+            yield await answer
+        finally:
+            del self._pieces[number]
+            answer.cancel()
+            # Also an error that nobody waits for any more.
+            await asyncio.wait([answer])
+            if not answer.cancelled():
+                answer.exception()
+
+    async def score(self, ids: bytes) -> bytes:
+        scores: bytes = await self._call("score", ids)
+        return scores
+
+    async def pause_generation(self) -> None:
+        await self._call("pause_generation")
 
     async def continue_generation(self) -> None:
         await self._call("continue_generation")
@@ -93,9 +117,11 @@ class RemoteEngine:
         return loaded
 
     async def _call(self, method: str, *arguments: Any) -> Any:
+        return await self._ask(next(self._numbers), method, *arguments)
+
+    async def _ask(self, number: int, method: str, *arguments: Any) -> Any:
         if self._end is not None:
             raise _again(self._end)
-        number = next(self._numbers)
         answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
         self._open[number] = answer
         self._writer.write(frame(Call(number, method, msgspec.Raw(msgspec.msgpack.encode(arguments)))))
@@ -113,7 +139,7 @@ class RemoteEngine:
         problem: Exception | None = None
         try:
             while (body := await read_frame(self._reader)) is not None:
-                self._take(msgspec.msgpack.decode(body, type=Reply | Failed))
+                self._take(msgspec.msgpack.decode(body, type=Reply | Failed | Piece))
         except (InfrastructureFailure, msgspec.MsgspecError) as error:
             problem = error
         end = await self._why_ended()
@@ -124,7 +150,11 @@ class RemoteEngine:
         self._end = self._end or end
         self._fail_open(self._end)
 
-    def _take(self, message: Reply | Failed) -> None:
+    def _take(self, message: Reply | Failed | Piece) -> None:
+        if isinstance(message, Piece):
+            if message.number in self._pieces:
+                self._pieces[message.number].put_nowait(message.result)
+            return
         answer = self._open.get(message.number)
         if answer is None or answer.done():
             return

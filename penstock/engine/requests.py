@@ -1,15 +1,19 @@
-"""What is the same for every engine about a request: which cannot be served, and the answers that need no model."""
+"""What is the same for every engine: requests that cannot be served, answers that need no model or cannot be true."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+from typing import Any
 
-from penstock.errors import DataFailure
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import DataFailure, InfrastructureFailure
 from penstock.ports import Completion, GenerateRequest
 from penstock.rollout import FailureReason, FinishReason, unpack_ids
 
 ABORTED = Completion(ids=b"", logprobs=b"", finish_reason=FinishReason.ABORT, steps=())
-"""The answer of an engine that is paused in mode abort."""
+"""The answer of a paused engine to a request that a pause aborts."""
 FULL = Completion(ids=b"", logprobs=b"", finish_reason=FinishReason.LENGTH, steps=())
 """The answer to a request that already has all the tokens it may have."""
 
@@ -30,8 +34,87 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int
             reason=FailureReason.CONTEXT_TOO_LONG,
         )
     for ids in (prompt, given, np.asarray(request.params.stop_token_ids, dtype=np.int64)):
-        if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
-            raise DataFailure(
-                f"{name}: ids go from {ids.min()} to {ids.max()}; the model knows 0 to {vocab_size - 1}",
-                reason=FailureReason.TOKEN_OUTSIDE_VOCABULARY,
-            )
+        _check_vocabulary(name, ids, vocab_size)
+
+
+def check_score(packed: bytes, *, vocab_size: int, max_context: int) -> None:
+    """Raises DataFailure for tokens that an engine with this vocabulary and this context cannot score."""
+    ids = unpack_ids(packed)
+    if len(ids) > max_context:
+        raise DataFailure(
+            f"{len(ids)} tokens to score; the context is {max_context}", reason=FailureReason.CONTEXT_TOO_LONG
+        )
+    _check_vocabulary("tokens to score", ids, vocab_size)
+
+
+def _check_vocabulary(name: str, ids: npt.NDArray[Any], vocab_size: int) -> None:
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+        raise DataFailure(
+            f"{name}: ids go from {ids.min()} to {ids.max()}; the model knows 0 to {vocab_size - 1}",
+            reason=FailureReason.TOKEN_OUTSIDE_VOCABULARY,
+        )
+
+
+def check_completion(completion: Completion, request: GenerateRequest) -> None:
+    """Raises InfrastructureFailure when an engine's answer cannot be true; nothing of it is used then.
+
+    No token is a finished answer only where the request had none left to ask for.
+    """
+    n = len(completion.ids) // 4
+    versions = sum(count for _, count in completion.steps)
+    full = len(request.response_ids) >= 4 * request.params.max_tokens
+    if len(completion.ids) % 4 or len(completion.logprobs) != 4 * n or versions != n:
+        problem = f"{n} ids, {len(completion.logprobs) // 4} logprobs, {versions} model steps"
+    elif not np.isfinite(np.frombuffer(completion.logprobs, dtype=np.float32)).all():
+        problem = "logprobs that are not finite"
+    elif completion.finish_reason is None:
+        problem = "no finish reason"
+    elif n == 0 and completion.finish_reason is not FinishReason.ABORT and not full:
+        problem = f"no token and finish reason {completion.finish_reason}"
+    else:
+        return
+    raise InfrastructureFailure(
+        f"engine answered {request.request_id} with {problem}", reason=FailureReason.ENGINE_NONSENSE
+    )
+
+
+def check_scores(scores: bytes, ids: bytes) -> None:
+    """Raises InfrastructureFailure unless there is a finite logprob for every token but the first."""
+    logprobs = np.frombuffer(scores, dtype=np.float32) if len(scores) % 4 == 0 else np.array([np.nan])
+    if len(scores) != max(0, len(ids) - 4) or not np.isfinite(logprobs).all():
+        raise InfrastructureFailure(
+            f"engine scored {len(ids) // 4} tokens with {len(scores) // 4} logprobs, finite or not",
+            reason=FailureReason.ENGINE_NONSENSE,
+        )
+
+
+def joined(pieces: Sequence[Completion]) -> Completion:
+    """The answer that was streamed in these pieces."""
+    steps: list[tuple[int, int]] = []
+    for step, count in (run for piece in pieces for run in piece.steps):
+        if steps and steps[-1][0] == step:
+            steps[-1] = (step, steps[-1][1] + count)
+        else:
+            steps.append((step, count))
+    return Completion(
+        ids=b"".join(piece.ids for piece in pieces),
+        logprobs=b"".join(piece.logprobs for piece in pieces),
+        finish_reason=pieces[-1].finish_reason,
+        steps=tuple(steps),
+    )
+
+
+def rest_of(completion: Completion, sent: int) -> Completion:
+    """The last piece of a stream: the answer without its first `sent` tokens."""
+    steps, left = [], sent
+    for step, count in completion.steps:
+        skipped = min(left, count)
+        left -= skipped
+        if count > skipped:
+            steps.append((step, count - skipped))
+    return Completion(
+        ids=completion.ids[4 * sent :],
+        logprobs=completion.logprobs[4 * sent :],
+        finish_reason=completion.finish_reason,
+        steps=tuple(steps),
+    )

@@ -1,46 +1,66 @@
 """Which engine gets which request: that of its group, because it has computed the prompt; else the least loaded.
 
-Requests that find every engine full wait in one line, first come, first served.
+Requests that find every engine full wait in one line, first come, first served, and no clock runs. While the fleet is
+paused only those that are served are seated, and a frozen request holds no place; before it sleeps, those that are here
+are seated, and none that comes later.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Callable, Collection
 
-from penstock.engine.health import Fleet, Member
+from penstock.engine.health import Fleet, Member, RequestClock
 from penstock.errors import PenstockError
-from penstock.ports import GenerateRequest
+from penstock.ports import OnPause
 
 REMEMBERED_GROUPS = 4096
 
 
-class _Ticket(NamedTuple):
-    request: GenerateRequest
-    avoid: Collection[str]
-    place: asyncio.Future[Member | None]
+class Ticket:
+    """One request, for as long as it waits or is served. Given from engine to engine it stays the same."""
+
+    def __init__(self, request_id: str, group_id: str, on_pause: OnPause) -> None:
+        self.request_id = request_id
+        self.group_id = group_id
+        self.on_pause = on_pause
+        self.avoid: list[str] = []
+        """Engines that failed it; another is asked if there is any."""
+        self.place: asyncio.Future[Member | None] = asyncio.get_running_loop().create_future()
+        self.ended = asyncio.Event()
+        """Whoever made it sets this."""
 
 
 class Router:
     def __init__(self, fleet: Fleet, max_requests_per_engine: int) -> None:
         self._fleet = fleet
         self._limit = max_requests_per_engine
-        self._line: deque[_Ticket] = deque()
+        self._line: deque[Ticket] = deque()
+        self._seated: dict[Member, dict[Ticket, RequestClock]] = {member: {} for member in fleet.members}
         self._groups: OrderedDict[str, Member] = OrderedDict()
+        self.last: frozenset[Ticket] = frozenset()
+        """While the fleet drains: those that are seated still."""
+
+    @property
+    def everyone(self) -> list[Ticket]:
+        """Seated or in line."""
+        return [*(ticket for seated in self._seated.values() for ticket in seated), *self._line]
 
     @property
     def waiting(self) -> int:
         return len(self._line)
 
-    async def take_place(self, request: GenerateRequest, avoid: Collection[str]) -> Member | None:
-        """Wait for an engine with room, one not in `avoid` if there is any. None when aborted meanwhile.
+    async def take_place(self, ticket: Ticket) -> Member | None:
+        """Wait for an engine with room. None when aborted meanwhile.
 
         Raises EngineUnavailable when no engine is active for too long. Give the place back with `leave`.
         """
-        ticket = _Ticket(request, avoid, asyncio.get_running_loop().create_future())
-        self._line.append(ticket)
+        if ticket.place.done():  # it had a place before, and does not queue up again
+            ticket.place = asyncio.get_running_loop().create_future()
+            self._line.appendleft(ticket)
+        else:
+            self._line.append(ticket)
         self.assign()
         try:
             return await ticket.place
@@ -50,51 +70,81 @@ class Router:
             if ticket.place.done() and not ticket.place.cancelled() and ticket.place.exception() is None:
                 member = ticket.place.result()
                 if member is not None:
-                    self.leave(member)
+                    self.leave(member, ticket)
             raise
 
-    def leave(self, member: Member) -> None:
-        member.running -= 1
+    def clock(self, member: Member, ticket: Ticket) -> RequestClock:
+        """Of a request that was given a place: it begins with it."""
+        return self._seated[member][ticket]
+
+    def leave(self, member: Member, ticket: Ticket) -> None:
+        clock = self._seated[member].pop(ticket)
+        member.clocks.discard(clock)
         self.assign()
 
     def assign(self) -> None:
         """Seat those who wait, as far as there is room. Called whenever there may be."""
-        if self._fleet.unavailable is not None:
-            self.fail_all(self._fleet.unavailable)
-        while self._line:
-            member = self._choose(self._line[0])
-            if member is None:
-                return
-            ticket = self._line.popleft()
-            if not ticket.place.done():
-                member.running += 1
-                ticket.place.set_result(member)
+        if self._line and (unavailable := self._fleet.unavailable) is not None:
+            self.fail(lambda ticket: True, unavailable)
+        if self._fleet.paused:
+            for ticket in [ticket for ticket in self._line if self._may_sit(ticket)]:
+                if (member := self._choose(ticket)) is not None:
+                    self._line.remove(ticket)
+                    self._seat(ticket, member)
+            return
+        while self._line and (member := self._choose(self._line[0])) is not None:
+            self._seat(self._line.popleft(), member)
 
-    def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """Those of the line with these ids, or all."""
-        for ticket in [t for t in self._line if request_ids is None or t.request.request_id in request_ids]:
+    def abort(self, chosen: Callable[[Ticket], bool]) -> None:
+        """Those of the line that are chosen."""
+        for ticket in [ticket for ticket in self._line if chosen(ticket)]:
             self._line.remove(ticket)
             if not ticket.place.done():
                 ticket.place.set_result(None)
 
-    def fail_all(self, error: PenstockError) -> None:
-        line, self._line = self._line, deque()
-        for ticket in line:
+    def fail(self, chosen: Callable[[Ticket], bool], error: PenstockError) -> None:
+        for ticket in [ticket for ticket in self._line if chosen(ticket)]:
+            self._line.remove(ticket)
             if not ticket.place.done():
                 ticket.place.set_exception(error)
 
-    def _choose(self, ticket: _Ticket) -> Member | None:
-        room = [member for member in self._fleet.serving if member.running < self._limit]
-        room = [member for member in room if member.name not in ticket.avoid] or room
+    def _may_sit(self, ticket: Ticket) -> bool:
+        """While the fleet is paused."""
+        if self._fleet.draining:
+            return ticket in self.last
+        return ticket.on_pause == "serve" and not self._fleet.asleep
+
+    def _seat(self, ticket: Ticket, member: Member) -> None:
+        if ticket.place.done():
+            return
+        clock = RequestClock(ticket.on_pause, self._fleet.config.request_timeout_s)
+        clock.start()
+        member.clocks.add(clock)
+        self._seated[member][ticket] = clock
+        ticket.place.set_result(member)
+
+    def _load(self, member: Member) -> int:
+        seated = self._seated[member]
+        if not self._fleet.paused or self._fleet.draining:
+            return len(seated)
+        return sum(ticket.on_pause != "keep" for ticket in seated)
+
+    def _choose(self, ticket: Ticket) -> Member | None:
+        room = [member for member in self._fleet.serving if self._load(member) < self._limit]
+        room = _others(room, ticket.avoid)
         if not room:
             return None
-        group = ticket.request.group_id
+        group = ticket.group_id
         member = self._groups.get(group)
         if member is None or member not in room:
-            member = min(room, key=lambda member: member.running)
+            member = min(room, key=self._load)
         if group:
             self._groups[group] = member
             self._groups.move_to_end(group)
             if len(self._groups) > REMEMBERED_GROUPS:
                 self._groups.popitem(last=False)
         return member
+
+
+def _others(room: list[Member], avoid: Collection[str]) -> list[Member]:
+    return [member for member in room if member.name not in avoid] or room

@@ -9,6 +9,7 @@ with its parent: the kernel sees to it on Linux, the closed socket elsewhere.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -29,15 +30,17 @@ from penstock.engine.frames import (
     Call,
     Cancel,
     Failed,
+    Piece,
     Reply,
     Setup,
     error_to_wire,
     frame,
     read_frame,
 )
-from penstock.errors import ModelError
+from penstock.errors import InfrastructureFailure, ModelError
 from penstock.models import load_tokenizer
-from penstock.ports import Engine, LoadedWeights, Tokenizer
+from penstock.ports import Completion, Engine, LoadedWeights, Tokenizer
+from penstock.rollout import FailureReason
 from penstock.weights.stored import StoredWeights
 
 
@@ -72,11 +75,25 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, engi
 
 async def _answer(call: Call, engine: Engine, writer: asyncio.StreamWriter) -> None:
     try:
-        result = await _run(call, engine)
+        result = await (_stream(call, engine, writer) if call.method == "stream" else _run(call, engine))
     except Exception as error:  # whatever it is, the caller must hear of it
         writer.write(frame(Failed(call.number, error_to_wire(error))))
     else:
         writer.write(frame(Reply(call.number, msgspec.Raw(msgspec.msgpack.encode(result)))))
+
+
+async def _stream(call: Call, engine: Engine, writer: asyncio.StreamWriter) -> Completion:
+    """Send every piece but the last, which is the answer of the call."""
+    (request,) = msgspec.msgpack.decode(call.arguments, type=METHODS["stream"][0])
+    async with contextlib.aclosing(engine.stream(request)) as pieces:
+        async for piece in pieces:
+            if piece.finish_reason is not None:
+                return piece
+            writer.write(frame(Piece(call.number, msgspec.Raw(msgspec.msgpack.encode(piece)))))
+            await writer.drain()
+    raise InfrastructureFailure(
+        f"the stream of {request.request_id} ended without a finish reason", reason=FailureReason.ENGINE_NONSENSE
+    )
 
 
 async def _run(call: Call, engine: Engine) -> Any:

@@ -3,18 +3,24 @@
     VllmEngine            in that process: the port over `AsyncLLM`
     StoredWeightTransfer  in the processes that vLLM starts: reads stored weights where they are, and loads them
 
-A pause is vLLM's own. A weight update is one too: `start_weight_update`, `update_weights` with the record that says
-where the bytes are, `finish_weight_update` with the model step as the version. vLLM then names the version of every
-run of tokens, and that is what an answer reports: not what this file believes is loaded.
+vLLM pauses as a whole. A pause of ours ends what is aborted, one by one, and freezes vLLM when a kept request is there
+and no served one: a kept request goes on, under the weights that are loaded, while another is served. What is kept and
+new waits at the door.
+
+A weight update is vLLM's own too, always under its pause: `start_weight_update`, `update_weights` with the record that
+says where the bytes are, `finish_weight_update` with the model step as the version. vLLM then names the version of
+every run of tokens, and that is what an answer reports: not what this file believes is loaded. It does so with the last
+token: the earlier pieces of a stream have what was loaded when they arrived.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,12 +48,12 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from penstock.engine.config import VllmEngineConfig
-from penstock.engine.requests import ABORTED, FULL, check_request
+from penstock.engine.requests import ABORTED, FULL, check_request, check_score, rest_of
 from penstock.engine.vllm_answers import Answer, Stopwatch, StraddlingStop, seed_of, step_of
 from penstock.engine.vllm_environment import WITHOUT_AMX, die_with_parent
 from penstock.errors import DataFailure, InfrastructureFailure, RunError, WeightSyncError
-from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, PauseMode, Tokenizer, WeightSource
-from penstock.rollout import FailureReason, unpack_ids
+from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, Tokenizer, WeightSource
+from penstock.rollout import FailureReason, pack_logprobs, unpack_ids
 from penstock.weights.stored import DiskWeights, SharedMemoryWeights, StoredWeights
 
 BACKEND = "penstock"
@@ -99,45 +105,141 @@ class VllmEngine:
         self._stop_ids = [token for token in tokenizer.stop_ids if token < self._vocab_size]
         self._max_context: int = llm.model_config.max_model_len
         self._live: set[Answer] = set()
-        self._pause: PauseMode | None = None
+        """Given to vLLM."""
+        self._at_door: set[Answer] = set()
+        """Not yet."""
+        self._paused = False
+        self._last: frozenset[Answer] | None = None
+        """While asleep, or falling asleep: the requests that finish first. None: awake."""
+        self._frozen = False
+        """vLLM's scheduler stands still."""
+        self._door = asyncio.Event()
+        """Set, and replaced, when those at the door may pass."""
         self._control = asyncio.Lock()
         """Pause, continue and weight updates, one at a time."""
+        self._adjusting: set[asyncio.Task[None]] = set()
+        self._loaded_step = 0
+        self._numbers = itertools.count()
         self._damage = ""
         """Why the weights cannot be used any more: a load that failed half way."""
         self._generated_tokens = 0
         self._busy = Stopwatch()
 
     async def generate(self, request: GenerateRequest) -> Completion:
+        if (known := self._answer_at_the_door(request)) is not None:
+            return known
+        answer = Answer(request.request_id, request.on_pause)
+        async with contextlib.aclosing(self._outputs(answer, request)) as outputs:
+            async for _ in outputs:
+                pass
+        return answer.completion()
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
+        if (known := self._answer_at_the_door(request)) is not None:
+            yield known
+            return
+        answer, sent = Answer(request.request_id, request.on_pause), 0
+        async with contextlib.aclosing(self._outputs(answer, request)) as outputs:
+            async for finished in outputs:
+                piece = answer.piece(sent)
+                if piece.ids and not finished:
+                    sent += len(piece.ids) // 4
+                    yield piece
+        yield rest_of(answer.completion(), sent)
+
+    def _answer_at_the_door(self, request: GenerateRequest) -> Completion | None:
         check_request(request, vocab_size=self._vocab_size, max_context=self._max_context)
         self._check_weights()
-        given = unpack_ids(request.response_ids)
-        if len(given) >= request.params.max_tokens:
+        if len(request.response_ids) >= 4 * request.params.max_tokens:
             return FULL
-        if self._pause == "abort":
-            return ABORTED
-        answer = Answer(request.request_id)
-        self._live.add(answer)
-        self._note_work()
-        try:
+        return ABORTED if self._paused and request.on_pause == "abort" else None
+
+    async def _outputs(self, answer: Answer, request: GenerateRequest) -> AsyncGenerator[bool, None]:
+        """Whatever vLLM sends goes into the answer; whether that was the last of it."""
+        given = unpack_ids(request.response_ids).tolist()
+        stop = StraddlingStop(self._tokenizer, request.params.stop, given)
+        prompt = tokens_input(unpack_ids(request.prompt_ids).tolist() + given)
+        async with self._given_to_vllm(answer):
             with _as_failures(request.request_id):
-                await self._collect(answer, request, given.tolist())
+                async for output in self._llm.generate(prompt, self._params(request, len(given)), request.request_id):
+                    new = output.outputs[0]
+                    answer.take(new, self._loaded_step)
+                    self._generated_tokens += len(new.token_ids)
+                    if answer.cut is None and (cut := stop.find(answer.ids)) is not None:
+                        answer.cut = cut
+                        await self._llm.abort(request.request_id)
+                    yield output.finished
+
+    async def score(self, ids: bytes) -> bytes:
+        """One token fewer than the context: vLLM always makes one more."""
+        check_score(ids, vocab_size=self._vocab_size, max_context=self._max_context - 1)
+        self._check_weights()
+        if len(ids) < 8:
+            return b""
+        tokens = unpack_ids(ids).tolist()
+        name = f"score-{next(self._numbers)}"
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+        tables: Any = None
+        async with self._given_to_vllm(Answer(name, "serve")):
+            with _as_failures(name):
+                async for output in self._llm.generate(tokens_input(tokens), params, name):
+                    tables = output.prompt_logprobs or tables
+        if tables is None or len(tables) != len(tokens):
+            raise InfrastructureFailure(f"{name}: vLLM scored nothing", reason=FailureReason.ENGINE_ERROR)
+        return pack_logprobs([table[token].logprob for table, token in zip(tables[1:], tokens[1:], strict=True)])
+
+    @contextlib.asynccontextmanager
+    async def _given_to_vllm(self, answer: Answer) -> AsyncGenerator[None, None]:
+        """Waits at the door while it may not run."""
+        self._at_door.add(answer)
+        try:
+            while not self._may_run(answer):
+                await self._door.wait()
+            self._at_door.discard(answer)
+            self._live.add(answer)
+            self._note_work()
+            if self._frozen and self._paused:  # it is served: vLLM must run for it
+                async with self._control:
+                    await self._adjust()
+            yield
         finally:
+            self._at_door.discard(answer)
             self._live.discard(answer)
             self._note_work()
             answer.ended.set()
-        return answer.completion()
+            if self._paused and answer.on_pause == "serve":
+                task = asyncio.create_task(self._adjust_later(), name="freeze what is kept")
+                self._adjusting.add(task)
+                task.add_done_callback(self._adjusting.discard)
 
-    async def _collect(self, answer: Answer, request: GenerateRequest, given: list[int]) -> None:
-        prompt = tokens_input(unpack_ids(request.prompt_ids).tolist() + given)
-        stop = StraddlingStop(self._tokenizer, request.params.stop, given)
-        outputs = self._llm.generate(prompt, self._params(request, len(given)), request.request_id)
-        async for output in outputs:
-            new = output.outputs[0]
-            answer.take(new)
-            self._generated_tokens += len(new.token_ids)
-            if answer.cut is None and (cut := stop.find(answer.ids)) is not None:
-                answer.cut = cut
-                await self._llm.abort(request.request_id)
+    def _may_run(self, answer: Answer) -> bool:
+        if self._last is not None:
+            return answer in self._last
+        return not self._paused or answer.on_pause == "serve"
+
+    async def _adjust_later(self) -> None:
+        async with self._control:
+            # Whoever asks next hears of a failure.
+            with contextlib.suppress(InfrastructureFailure), _as_failures("pause_generation"):
+                await self._adjust()
+
+    async def _adjust(self) -> None:
+        """Freeze vLLM, or let it run, as the requests that it has now need it."""
+        kinds = {answer.on_pause for answer in self._live}
+        freeze = self._paused and self._last is None and "keep" in kinds and "serve" not in kinds
+        if freeze and not self._frozen:
+            # Caches are for the same weights still; an update clears them.
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            self._frozen = True
+            await self._settle()
+        elif self._frozen and not freeze and (self._live or not self._paused):
+            await self._llm.resume_generation()
+            self._frozen = False
+        self._note_work()
+
+    def _open_door(self) -> None:
+        self._door.set()
+        self._door = asyncio.Event()
 
     def _params(self, request: GenerateRequest, given: int) -> SamplingParams:
         params = request.params
@@ -158,25 +260,26 @@ class VllmEngine:
             output_kind=RequestOutputKind.DELTA,
         )
 
-    async def pause_generation(self, mode: PauseMode = "abort") -> None:
+    async def pause_generation(self) -> None:
         async with self._control:
-            self._pause = mode
-            self._note_work()
+            if self._paused:
+                return
+            self._paused = True
             with _as_failures("pause_generation"):
-                # Caches are for the same weights still; an update clears them.
-                await self._llm.pause_generation(mode=mode, clear_cache=False)
-                if mode == "abort":
-                    await self._end(self._live)
-                else:
-                    await self._settle()
+                ending = [answer for answer in self._live if answer.on_pause == "abort"]
+                if len(ending) == len(self._live) and not self._frozen:
+                    await self._llm.pause_generation(mode="abort", clear_cache=False)
+                    self._frozen = True
+                await self._end(ending)
+                await self._adjust()
 
     async def continue_generation(self) -> None:
         async with self._control:
-            if self._pause is not None:
-                with _as_failures("continue_generation"):
-                    await self._llm.resume_generation()
-                self._pause = None
-                self._note_work()
+            with _as_failures("continue_generation"):
+                await self._rouse()
+                self._paused = False
+                await self._adjust()
+            self._open_door()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         ids = frozenset(request_ids)
@@ -201,22 +304,36 @@ class VllmEngine:
     async def sleep(self) -> None:
         """On a GPU, move the weights away and drop the cache; a CPU build has nothing to give up."""
         async with self._control:
-            if self._pause is None or self._live:
-                raise RunError(
-                    f"the engine cannot sleep: pause mode {self._pause}, {len(self._live)} requests; pause it in mode "
-                    "abort first"
-                )
+            if not self._paused:
+                raise RunError("the engine cannot sleep: it is not paused; pause it first")
+            if self._last is None:
+                self._last = frozenset(self._live | self._at_door)
+                with _as_failures("sleep"):
+                    await self._adjust()
+                self._open_door()
+            last = self._last
+        for answer in last:
+            await answer.ended.wait()
+        async with self._control:
+            if self._last is not last:
+                raise RunError("the engine was woken before it slept")
             if self._can_sleep:
                 with _as_failures("sleep"):
                     await self._llm.sleep(level=1)
+                    self._frozen = True
 
     async def wake(self) -> None:
         async with self._control:
-            if self._can_sleep:
-                with _as_failures("wake"):
-                    await self._llm.wake_up()
-                    if self._pause is not None:  # waking up starts vLLM's scheduler
-                        await self._llm.pause_generation(mode=self._pause, clear_cache=False)
+            with _as_failures("wake"):
+                await self._rouse()
+                await self._adjust()
+            self._open_door()
+
+    async def _rouse(self) -> None:
+        if self._last is not None and self._can_sleep:
+            await self._llm.wake_up()
+            self._frozen = False  # waking up starts vLLM's scheduler
+        self._last = None
 
     async def load_weights(self, source: WeightSource, model_step: int) -> LoadedWeights:
         if not isinstance(source, SharedMemoryWeights | DiskWeights):
@@ -228,15 +345,18 @@ class VllmEngine:
         async with self._control:
             self._check_weights()
             with _as_failures("load_weights"):
-                if self._pause is None:
+                if not self._frozen:  # also under a request that is served
                     await self._llm.pause_generation(mode="keep", clear_cache=False)
+                    await self._settle()
                 try:
                     checksum = await self._update(stored, model_step)
+                    self._loaded_step = model_step
                 except asyncio.CancelledError:
                     self._damage = f"loading weights {model_step} was cancelled half way"
                     raise
-                if self._pause is None:
-                    await self._llm.resume_generation()
+                finally:
+                    if not self._frozen and not self._damage:
+                        await self._llm.resume_generation()
         return LoadedWeights(model_step=model_step, checksum=checksum)
 
     async def _update(self, stored: StoredWeights, model_step: int) -> str:
@@ -260,8 +380,6 @@ class VllmEngine:
     async def _refusal(self, model_step: int, error: Exception) -> WeightSyncError:
         workers = await self._llm.collective_rpc("weights_received")
         if all(worker["intact"] for worker in workers):
-            if self._pause is None:
-                await self._llm.resume_generation()
             return WeightSyncError(f"weights {model_step} refused, the old ones are kept: {error}")
         self._damage = f"loading weights {model_step} failed half way: {error}"
         return WeightSyncError(self._damage)
@@ -282,7 +400,7 @@ class VllmEngine:
         running = min(len(self._live), self._max_running)
         return EngineStats(
             running=running,
-            waiting=len(self._live) - running,
+            waiting=len(self._live) - running + len(self._at_door),
             generated_tokens=self._generated_tokens,
             busy_seconds=self._busy.seconds(),
             cache_use=self._stats.cache_use if self._live else 0.0,
@@ -298,7 +416,7 @@ class VllmEngine:
             )
 
     def _note_work(self) -> None:
-        self._busy.run(bool(self._live) and self._pause is None)
+        self._busy.run(bool(self._live) and not self._frozen)
 
 
 class _Stats(StatLoggerBase):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.errors import InfrastructureFailure
-from penstock.ports import Completion, Tokenizer
+from penstock.ports import Completion, OnPause, Tokenizer
 from penstock.rollout import FailureReason, FinishReason, pack_ids, pack_logprobs
 
 _FINISH = {str(reason): reason for reason in FinishReason}
@@ -30,8 +30,9 @@ def step_of(version: str) -> int:
 class Answer:
     """What vLLM sent of one answer so far."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, on_pause: OnPause) -> None:
         self.request_id = request_id
+        self.on_pause = on_pause
         self.ended = asyncio.Event()
         self.ids: list[int] = []
         self.cut: int | None = None
@@ -39,15 +40,30 @@ class Answer:
         self._finish_reason: str | None = None
         self._logprobs: list[float] = []
         self._steps: tuple[tuple[int, int], ...] = ()
+        self._arrived_under = 0
 
-    def take(self, output: Any) -> None:
-        """A piece of the answer: a `CompletionOutput` of kind DELTA."""
+    def take(self, output: Any, model_step: int) -> None:
+        """A piece of the answer: a `CompletionOutput` of kind DELTA, and what was loaded when it arrived."""
         self.ids += output.token_ids
+        self._arrived_under = model_step
         for token, likeliest in zip(output.token_ids, output.logprobs or (), strict=True):
             self._logprobs.append(likeliest[token].logprob)
         self._finish_reason = output.finish_reason
         if output.weight_versions:
             self._steps = tuple((step_of(run.version), run.end - run.start) for run in output.weight_versions)
+
+    def piece(self, sent: int) -> Completion:
+        """What came after the first `sent` tokens, which came in whole pieces.
+
+        vLLM names the weights of all tokens with the last of them; until then it is what was loaded.
+        """
+        ids = self.ids[sent : self.cut]
+        return Completion(
+            ids=pack_ids(ids),
+            logprobs=pack_logprobs(self._logprobs[sent : self.cut]),
+            finish_reason=None,
+            steps=((self._arrived_under, len(ids)),) if ids else (),
+        )
 
     def completion(self) -> Completion:
         finish_reason = _FINISH.get(self._finish_reason or "") if self.cut is None else FinishReason.STOP

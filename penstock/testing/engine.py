@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import collections
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from penstock.errors import InfrastructureFailure
-from penstock.ports import Completion, EngineStats, GenerateRequest, PauseMode, WeightSource
+from penstock.engine.requests import ABORTED, FULL, rest_of
+from penstock.errors import InfrastructureFailure, RunError
+from penstock.ports import Completion, EngineStats, GenerateRequest, WeightSource
 from penstock.rollout import FailureReason, FinishReason
 from penstock.testing.script import Distribution, constant, uniform
 from penstock.testing.tokenizer import END
@@ -85,7 +87,11 @@ class ScriptedEngine:
         self.pauses_asked = 0
         self._seed = seed
         self._model_step = 0
-        self._paused: PauseMode | None = None
+        self._paused = False
+        self._last: frozenset[_Serving] | None = None
+        """While asleep, or falling asleep: the requests that finish first. None: awake."""
+        self._awake = asyncio.Event()
+        self._awake.set()
         self._line: collections.deque[_Serving] = collections.deque()
         self._slots: dict[_Serving, None] = {}
         self._generated = 0
@@ -93,23 +99,38 @@ class ScriptedEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         await self.check_health()
-        if self._paused == "abort":
-            return Completion(ids=b"", logprobs=b"", finish_reason=FinishReason.ABORT, steps=())
-        self.served[request.request_id] += 1
-        rng = random.Random(f"{self._seed}/{request.request_id}/{self.served[request.request_id]}")
-        done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        serving = _Serving(request, self._answer(request), done)
-        serving.fault = self._draw_fault(rng)
-        serving.latency_s = max(0.0, self.script.latency_s(rng))
-        serving.tokens_per_s = self.script.tokens_per_s / (100 if serving.fault == "slow" else 1)
-        self._line.append(serving)
-        self._fill_slots()
+        if (answer := self._answer_at_the_door(request)) is not None:
+            return answer
+        serving = self._take(request)
         try:
-            return await done
+            return await serving.done
         finally:
             self._leave(serving)
 
-    async def pause_generation(self, mode: PauseMode = "abort") -> None:
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
+        """A piece for every token, as it is made."""
+        await self.check_health()
+        if (answer := self._answer_at_the_door(request)) is not None:
+            yield answer
+            return
+        serving, sent = self._take(request), 0
+        try:
+            while not (await asyncio.wait([serving.done], timeout=1 / serving.tokens_per_s))[0]:
+                piece = rest_of(self._so_far(serving), sent)
+                if piece.ids:
+                    sent += len(piece.ids) // 4
+                    yield piece
+            yield rest_of(await serving.done, sent)
+        finally:
+            self._leave(serving)
+
+    async def score(self, ids: bytes) -> bytes:
+        """The logprobs that these tokens would have if this engine had made them."""
+        await self._awake.wait()
+        await self.check_health()
+        return _logprobs(np.frombuffer(ids, dtype=np.int32)[1:]).tobytes()
+
+    async def pause_generation(self) -> None:
         self.pauses_asked += 1
         rng = random.Random(f"{self._seed}/pause/{self.pauses_asked}")
         fault = rng.random()
@@ -119,17 +140,13 @@ class ScriptedEngine:
             raise InfrastructureFailure("the scripted engine did not take the pause", reason=FailureReason.ENGINE_ERROR)
         if self.script.pause_s:
             await asyncio.sleep(self.script.pause_s)
-        self._paused = mode
-        for serving in [*self._slots, *self._line]:
-            self._freeze(serving)
-            if mode == "abort":
-                self._abort(serving)
+        self._paused = True
+        if self._last is None:
+            self._stop()
 
     async def continue_generation(self) -> None:
-        self._paused = None
-        for serving in self._slots:
-            self._run(serving)
-        self._fill_slots()
+        self._paused = False
+        self._rouse()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         for serving in [*self._slots, *self._line]:
@@ -138,19 +155,29 @@ class ScriptedEngine:
                 self._abort(serving)
 
     async def sleep(self) -> None:
-        pass
+        if not self._paused:
+            raise RunError("the engine cannot sleep: it is not paused; pause it first")
+        if self._last is None:
+            self._awake.clear()
+            here = [*self._slots, *self._line]
+            self._last = frozenset(serving for serving in here if serving.request.on_pause != "abort")
+            self._fill_slots()
+        if self._last:
+            await asyncio.wait([serving.done for serving in self._last])
 
     async def wake(self) -> None:
-        pass
+        self._rouse()
+        if self._paused:
+            self._stop()
 
     async def load_weights(self, source: WeightSource, model_step: int) -> None:
         """The tokens from here on are made by `model_step`; nothing is read from the source."""
-        for serving in self._slots:
+        running = [serving for serving in self._slots if serving.since is not None]
+        for serving in running:
             self._freeze(serving)
         self._model_step = model_step
-        if self._paused is None:
-            for serving in self._slots:
-                self._run(serving)
+        for serving in running:
+            self._run(serving)
 
     async def model_step(self) -> int:
         return self._model_step
@@ -165,12 +192,51 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         self._closed = True
+        self._awake.set()
         for serving in [*self._slots, *self._line]:
             self._freeze(serving)
             if not serving.done.done():
                 serving.done.set_exception(_closed())
 
     # Inside.
+
+    def _answer_at_the_door(self, request: GenerateRequest) -> Completion | None:
+        if len(request.response_ids) >= 4 * request.params.max_tokens:
+            return FULL
+        return ABORTED if self._paused and request.on_pause == "abort" else None
+
+    def _take(self, request: GenerateRequest) -> _Serving:
+        self.served[request.request_id] += 1
+        rng = random.Random(f"{self._seed}/{request.request_id}/{self.served[request.request_id]}")
+        serving = _Serving(request, self._answer(request), asyncio.get_running_loop().create_future())
+        serving.fault = self._draw_fault(rng)
+        serving.latency_s = max(0.0, self.script.latency_s(rng))
+        serving.tokens_per_s = self.script.tokens_per_s / (100 if serving.fault == "slow" else 1)
+        self._line.append(serving)
+        self._fill_slots()
+        return serving
+
+    def _stop(self) -> None:
+        """Aborted requests end, kept ones give their slots to those that are served."""
+        for serving in [*self._slots, *self._line]:
+            if serving.request.on_pause == "abort":
+                self._freeze(serving)
+                self._abort(serving)
+        for serving in reversed([s for s in self._slots if s.request.on_pause == "keep"]):
+            self._freeze(serving)
+            del self._slots[serving]
+            self._line.appendleft(serving)
+        self._fill_slots()
+
+    def _rouse(self) -> None:
+        self._last = None
+        self._awake.set()
+        self._fill_slots()
+
+    def _may_run(self, serving: _Serving) -> bool:
+        if self._last is not None:
+            return serving in self._last
+        return not self._paused or serving.request.on_pause == "serve"
 
     def _answer(self, request: GenerateRequest) -> Sequence[int]:
         if self.script.answers is not None:
@@ -194,10 +260,18 @@ class ScriptedEngine:
         return ""
 
     def _fill_slots(self) -> None:
-        while self._line and self._paused is None and len(self._slots) < self.script.slots:
-            serving = self._line.popleft()
-            self._slots[serving] = None
-            self._run(serving)
+        if not self._paused:
+            while self._line and len(self._slots) < self.script.slots:
+                self._seat(self._line.popleft())
+            return
+        for serving in [serving for serving in self._line if self._may_run(serving)]:
+            if len(self._slots) < self.script.slots:
+                self._line.remove(serving)
+                self._seat(serving)
+
+    def _seat(self, serving: _Serving) -> None:
+        self._slots[serving] = None
+        self._run(serving)
 
     def _run(self, serving: _Serving) -> None:
         """Begin the next token, and set the timer for the last one."""
@@ -230,7 +304,11 @@ class ScriptedEngine:
 
     def _make(self, serving: _Serving, n: int) -> None:
         serving.made += n
-        serving.steps.append((self._model_step, n))
+        if serving.steps and serving.steps[-1][0] == self._model_step:
+            n_before = serving.steps.pop()[1]
+            serving.steps.append((self._model_step, n_before + n))
+        else:
+            serving.steps.append((self._model_step, n))
         self._generated += n
 
     def _finish(self, serving: _Serving) -> None:
@@ -254,9 +332,15 @@ class ScriptedEngine:
         else:
             serving.done.set_result(_completion(serving, FinishReason.ABORT))
 
+    def _so_far(self, serving: _Serving) -> Completion:
+        """What there is of an answer that is being made."""
+        n = self._made_since_then(serving)
+        return _completion(serving, None, made=serving.made + n, steps=[*serving.steps, (self._model_step, n)])
+
     def _leave(self, serving: _Serving) -> None:
         if serving.timer is not None:
             serving.timer.cancel()
+        serving.done.cancel()
         if self._slots.pop(serving, 0) is None:
             self._fill_slots()
         elif serving in self._line:
@@ -267,13 +351,19 @@ def _closed() -> InfrastructureFailure:
     return InfrastructureFailure("the scripted engine was closed", reason=FailureReason.ENGINE_CLOSED)
 
 
-def _completion(serving: _Serving, finish_reason: FinishReason) -> Completion:
+def _completion(
+    serving: _Serving,
+    finish_reason: FinishReason | None,
+    *,
+    made: int | None = None,
+    steps: Sequence[tuple[int, int]] | None = None,
+) -> Completion:
     begun = len(serving.request.response_ids) // 4
-    ids = np.asarray(serving.answer[begun : serving.made], dtype=np.int32)
-    logprobs = -0.5 - (ids % 8).astype(np.float32) / 8
-    steps = tuple((step, n) for step, n in serving.steps if n)
+    ids = np.asarray(serving.answer[begun : serving.made if made is None else made], dtype=np.int32)
+    logprobs = _logprobs(ids)
+    runs = tuple((step, n) for step, n in (serving.steps if steps is None else steps) if n)
     if serving.fault == "wrong_version":
-        steps = tuple((step + 3, n) for step, n in steps)
+        runs = tuple((step + 3, n) for step, n in runs)
     if serving.fault == "nonsense" and len(ids):
         kind = len(ids) % 3
         if kind == 0:
@@ -281,6 +371,10 @@ def _completion(serving: _Serving, finish_reason: FinishReason) -> Completion:
         elif kind == 1:
             logprobs[-1] = np.nan
         else:
-            ids, logprobs, steps = ids[:0], logprobs[:0], ()
+            ids, logprobs, runs = ids[:0], logprobs[:0], ()
             finish_reason = FinishReason.STOP
-    return Completion(ids=ids.tobytes(), logprobs=logprobs.tobytes(), finish_reason=finish_reason, steps=steps)
+    return Completion(ids=ids.tobytes(), logprobs=logprobs.tobytes(), finish_reason=finish_reason, steps=runs)
+
+
+def _logprobs(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+    return np.float32(-0.5) - (ids % 8).astype(np.float32) / np.float32(8)

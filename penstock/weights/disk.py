@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from penstock.errors import StorageError, WeightSyncError
 from penstock.ports import Engine, Published, WeightSource
-from penstock.weights.confirm import load_confirmed
+from penstock.weights.confirm import compare_checksums, late, load_confirmed
 from penstock.weights.digest import with_pool
 from penstock.weights.stored import DiskWeights, joined_checksum, tensors_checksum
 
@@ -30,25 +30,33 @@ class DiskChannel:
     """Uses `directory` alone: what else it finds there of its own kind, it removes."""
 
     def __init__(
-        self, engine: Engine, directory: Path, *, timeout_s: float = 600.0, max_file_bytes: int = 1 << 30
+        self,
+        weights: WeightSource,
+        engine: Engine,
+        directory: Path,
+        *,
+        timeout_s: float = 600.0,
+        max_file_bytes: int = 1 << 30,
     ) -> None:
+        self._weights = weights
         self._engine = engine
         self._directory = directory
         self._timeout_s = timeout_s
         self._max_file_bytes = max_file_bytes
 
-    async def publish(self, source: WeightSource, model_step: int) -> Published:
-        """Raises WeightSyncError when no engine confirmed, StorageError when the files could not be written."""
+    async def publish(self, model_step: int) -> Published:
+        """Raises WeightSyncError when no engine confirmed the files, StorageError when they could not be written."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
             async with asyncio.timeout(self._timeout_s):
                 stored = await asyncio.to_thread(
-                    write_weights, source, self._directory / f"model-step-{model_step}", self._max_file_bytes
+                    write_weights, self._weights, self._directory / f"model-step-{model_step}", self._max_file_bytes
                 )
-                await load_confirmed(self._engine, stored, model_step, stored.checksum)
+                loaded = await load_confirmed(self._engine, stored, model_step)
+                compare_checksums(model_step, stored.checksum, loaded.checksum)
         except TimeoutError:
-            raise WeightSyncError(f"weights {model_step}: no confirmation within {self._timeout_s:g} s") from None
+            raise late(model_step, self._timeout_s) from None
         await asyncio.to_thread(self._remove_old, Path(stored.path))
         return Published(model_step=model_step, num_bytes=stored.num_bytes, seconds=loop.time() - started)
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from penstock.errors import ConfigError, WeightSyncError
 from penstock.ports import Engine, Published, WeightSource
-from penstock.weights.confirm import load_confirmed
+from penstock.weights.confirm import compare_checksums, late, load_confirmed
 from penstock.weights.digest import THREADS, Bytes, Piece, TensorEntry, digest_pieces, dtype_name, pieces, tensor_bytes
 from penstock.weights.stored import SharedMemoryWeights
 
@@ -158,21 +158,26 @@ class _Writer:
 class SharedMemoryChannel:
     """`engine` is one engine process, or the controller in front of several."""
 
-    def __init__(self, engine: Engine, *, timeout_s: float = 300.0, bucket_bytes: int = 64 << 20) -> None:
+    def __init__(
+        self, weights: WeightSource, engine: Engine, *, timeout_s: float = 300.0, bucket_bytes: int = 64 << 20
+    ) -> None:
+        self._weights = weights
         self._engine = engine
         self._timeout_s = timeout_s
         self._buffer = SharedMemoryBuffer(bucket_bytes=bucket_bytes)
 
-    async def publish(self, source: WeightSource, model_step: int) -> Published:
+    async def publish(self, model_step: int) -> Published:
+        """Raises WeightSyncError when no engine confirmed the bytes that were written here."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
             async with asyncio.timeout(self._timeout_s):
-                stored = await asyncio.to_thread(self._buffer.write, source)
-                await load_confirmed(self._engine, stored, model_step, stored.checksum)
+                stored = await asyncio.to_thread(self._buffer.write, self._weights)
+                loaded = await load_confirmed(self._engine, stored, model_step)
+                compare_checksums(model_step, stored.checksum, loaded.checksum)
                 self._buffer.confirm()
         except TimeoutError:
-            raise WeightSyncError(f"weights {model_step}: no confirmation within {self._timeout_s:g} s") from None
+            raise late(model_step, self._timeout_s) from None
         num_bytes = sum(entry.num_bytes for entry in stored.entries)
         return Published(model_step=model_step, num_bytes=num_bytes, seconds=loop.time() - started)
 

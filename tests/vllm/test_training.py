@@ -99,7 +99,7 @@ def test_smollm2_hands_back_every_token_when_paused_and_its_logprobs_are_near_th
         before = (await engine.stats()).generated_tokens
         tasks = [asyncio.create_task(engine.generate(request(i, 400))) for i in range(NUM_REQUESTS)]
         await has_made(engine, before + NUM_REQUESTS)
-        await engine.pause_generation("abort")
+        await engine.pause_generation()
         completions = await asyncio.gather(*tasks)
         assert FinishReason.ABORT in {completion.finish_reason for completion in completions}
         made = sum(len(completion.ids) // 4 for completion in completions)

@@ -14,9 +14,9 @@ import torch
 from engine_contract import LONG, PROMPTS, ask, has_made, ids_of
 
 from penstock.engine import RolloutControllerConfig
-from penstock.engine.controller import RolloutController
 from penstock.engine.process import ProcessEngine
 from penstock.errors import InfrastructureFailure
+from penstock.events import EngineChanged, Event
 from penstock.learn import TrainWorkerConfig
 from penstock.learn.worker import TorchTrainWorker
 from penstock.rollout import FinishReason
@@ -58,18 +58,24 @@ def test_after_a_sync_greedy_answers_are_the_trainers_and_before_they_are_not(
         return [ids_of(completion) for completion in await asyncio.gather(*map(engine.generate, requests))]
 
     async def check() -> None:
-        channel: Any = SharedMemoryChannel(engine) if way == "shared memory" else DiskChannel(engine, tmp_path)
+        def channel(weights: Any) -> Any:
+            if way == "shared memory":
+                return SharedMemoryChannel(weights, engine)
+            return DiskChannel(weights, engine, tmp_path)
+
         untrained = TrainWorkerConfig().build(model_dir, total_steps=1, deterministic=False, threads=1)
-        await channel.publish(untrained, 0)
+        first, second = channel(untrained), channel(worker)
+        await first.publish(0)
         for prompt, answer in zip(PROMPTS, await answers(), strict=True):
             assert answer != likeliest(worker, prompt, answer)
             assert answer == likeliest(untrained, prompt, answer)
-        published = await channel.publish(worker, 3)
+        published = await second.publish(3)
         print(f"\nsync through {way}: {published.seconds:.3f} s, {published.num_bytes} bytes")
         assert await engine.model_step() == 3
         for prompt, answer in zip(PROMPTS, await answers(), strict=True):
             assert answer == likeliest(worker, prompt, answer)
-        await channel.close()
+        await first.close()
+        await second.close()
 
     run(check())
 
@@ -84,7 +90,7 @@ def test_pause_with_256_requests_in_flight_hands_back_every_partial_token(
         tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
         await has_made(engine, before + 2 * NUM_REQUESTS)
         started = time.perf_counter()
-        await engine.pause_generation("abort")
+        await engine.pause_generation()
         completions = await asyncio.gather(*tasks)
         print(f"\npause with {NUM_REQUESTS} requests: {time.perf_counter() - started:.3f} s")
         assert {completion.finish_reason for completion in completions} == {FinishReason.ABORT}
@@ -145,8 +151,8 @@ def test_the_controller_restarts_it_with_the_current_weights_and_finishes_what_i
     async def check() -> None:
         limits = RolloutControllerConfig(unavailable_timeout_s=DEADLINE, start_timeout_s=DEADLINE)
         controller = limits.build({"vllm": engine}, model_step=await engine.model_step())
-        channel = SharedMemoryChannel(controller)
-        await channel.publish(worker, 5)
+        channel = SharedMemoryChannel(worker, controller)
+        await channel.publish(5)
         expected = [ids_of(await controller.generate(ask("e", prompt, temperature=0.0))) for prompt in PROMPTS]
         before = (await engine.stats()).generated_tokens
         pending = [
@@ -169,16 +175,23 @@ def test_of_two_behind_one_controller_a_killed_one_is_fenced_its_work_is_done_by
 ) -> None:
     engines = {"one": make(), "two": make()}
 
-    async def active(controller: RolloutController, *names: str) -> None:
-        while any(controller.states()[name] != "active" for name in names):  # noqa: ASYNC110 - as a user sees it
+    states: dict[str, str] = {}
+
+    class Watching:
+        def notice(self, event: Event) -> None:
+            if isinstance(event, EngineChanged):
+                states[event.engine] = event.state
+
+    async def active(*names: str) -> None:
+        while any(states.get(name) != "active" for name in names):  # noqa: ASYNC110 - as a user sees it
             await asyncio.sleep(0.01)
 
     async def check() -> None:
-        controller = RolloutControllerConfig(start_timeout_s=DEADLINE).build(engines)
-        channel = SharedMemoryChannel(controller)
+        controller = RolloutControllerConfig(start_timeout_s=DEADLINE).build(engines, observer=Watching())
+        channel = SharedMemoryChannel(worker, controller)
         await controller.check_health()
-        await active(controller, *engines)
-        await channel.publish(worker, 2)
+        await active(*engines)
+        await channel.publish(2)
         asked = [ask(f"{i}", PROMPTS[i % len(PROMPTS)], temperature=0.0, max_tokens=300) for i in range(12)]
         expected = [ids_of(completion) for completion in await asyncio.gather(*map(controller.generate, asked))]
         assert all([(await engine.stats()).generated_tokens > 0 for engine in engines.values()])
@@ -188,15 +201,15 @@ def test_of_two_behind_one_controller_a_killed_one_is_fenced_its_work_is_done_by
         await has_made(engines["one"], made + 6)
         kill_the_model_of(engines["one"])
         async with asyncio.timeout(10):
-            while controller.states()["one"] == "active":  # noqa: ASYNC110
+            while states["one"] == "active":  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         completions = await asyncio.gather(*pending)
         assert [ids_of(completion) for completion in completions] == expected
         assert {completion.steps for completion in completions} == {((2, 300),)}
 
         # A sync while it is away: it returns with what is current then.
-        await channel.publish(worker, 3)
-        await active(controller, "one")
+        await channel.publish(3)
+        await active("one")
         assert await engines["one"].model_step() == 3
         again = await asyncio.gather(*map(controller.generate, asked))
         assert {completion.steps for completion in again} == {((3, 300),)}

@@ -84,6 +84,14 @@ class SlotCache:
         for tensor in self.keys + self.values:
             tensor[slot, :, :length] = tensor[source, :, :length]
 
+    def copy_out(self, slot: int, length: int) -> list[Tensor]:
+        """The first `length` tokens of a slot, for `put_back`."""
+        return [tensor[slot, :, :length].clone() for tensor in self.keys + self.values]
+
+    def put_back(self, slot: int, saved: list[Tensor]) -> None:
+        for tensor, copy in zip(self.keys + self.values, saved, strict=True):
+            tensor[slot, :, : copy.shape[1]] = copy
+
     def wipe(self, slot: int, start: int) -> None:
         """Zero a slot from `start` on."""
         for tensor in self.keys + self.values:

@@ -11,18 +11,20 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from penstock.engine.requests import ABORTED, FULL, check_request
-from penstock.engine.torch_engine.row import Row
+from penstock.engine.requests import ABORTED, FULL, check_request, check_score, rest_of
+from penstock.engine.torch_engine.row import Pieces, Row
 from penstock.engine.torch_engine.scheduler import Outcome, Scheduler, Watch
+from penstock.engine.torch_engine.scoring import Scoring
 from penstock.errors import InfrastructureFailure, RunError
 from penstock.models.threads import release_threads
-from penstock.ports import Completion, EngineStats, GenerateRequest, PauseMode, Tokenizer, WeightSource
+from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, Tokenizer, WeightSource
 from penstock.rollout import FailureReason
+from penstock.weights import DiskWeights, SharedMemoryWeights
 
 T = TypeVar("T")
 
@@ -32,7 +34,7 @@ class EmbeddedEngine:
 
     def __init__(
         self,
-        make_scheduler: Callable[[Callable[[Row, Outcome], None]], Scheduler],
+        make_scheduler: Callable[[Callable[[Row | Scoring, Outcome], None]], Scheduler],
         tokenizer: Tokenizer,
         *,
         vocab_size: int,
@@ -50,7 +52,12 @@ class EmbeddedEngine:
         """Of calls and requests alike: all that must fail when the thread ends. Guarded by the condition."""
         self._outbox: list[tuple[asyncio.Future[Any], Any]] = []
         """Answers not handed over yet. Only the thread touches it."""
-        self._pause: PauseMode | None = None
+        self._pieces: list[tuple[Row, Completion]] = []
+        """The same for streams."""
+        self._paused = False
+        self._asleep = False
+        """Asleep, or about to be when the last request has ended. Only the thread touches these."""
+        self._falling_asleep: list[asyncio.Future[None]] = []
         self._closing = False
         self._death: BaseException | None = None
         """What ended the thread, unless it was closed. Guarded by the condition, as is `_ended`."""
@@ -60,29 +67,63 @@ class EmbeddedEngine:
         self._thread.start()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        check_request(request, vocab_size=self._vocab_size, max_context=self._max_context)
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        row = Row(request, self._tokenizer, answer)
+        row = self._row(request)
         if row.budget <= 0:
             return FULL
-        self._send(lambda: self._start(row), answer)
+        self._send(lambda: self._start(row), row.answer)
         try:
-            return await answer
+            return await row.answer
         except asyncio.CancelledError:
             self._drop(row)
             raise
 
-    async def pause_generation(self, mode: PauseMode = "abort") -> None:
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
+        pieces: Pieces = asyncio.Queue()
+        row, sent = self._row(request, pieces), 0
+        if row.budget <= 0:
+            yield FULL
+            return
+        self._send(lambda: self._start(row), row.answer)
+        row.answer.add_done_callback(lambda _: pieces.put_nowait(None))
+        try:
+            while (piece := await pieces.get()) is not None:
+                sent += len(piece.ids) // 4
+                yield piece
+            yield rest_of(await row.answer, sent)
+        finally:
+            if not row.answer.done():
+                row.answer.cancel()
+                self._drop(row)
+
+    async def score(self, ids: bytes) -> bytes:
+        check_score(ids, vocab_size=self._vocab_size, max_context=self._max_context)
+        if len(ids) < 8:
+            return b""
+        scoring = Scoring(ids, asyncio.get_running_loop().create_future())
+        self._send(lambda: self._scheduler.add(scoring), scoring.answer)
+        try:
+            return await scoring.answer
+        except asyncio.CancelledError:
+            self._drop(scoring)
+            raise
+
+    def _row(self, request: GenerateRequest, pieces: Pieces | None = None) -> Row:
+        check_request(request, vocab_size=self._vocab_size, max_context=self._max_context)
+        return Row(request, self._tokenizer, asyncio.get_running_loop().create_future(), pieces)
+
+    async def pause_generation(self) -> None:
         def pause() -> None:
-            self._pause = mode
-            if mode == "abort":
-                self._scheduler.end(lambda row: True)
+            if not self._paused:
+                self._paused = True
+                self._scheduler.pause()
 
         await self._call(pause)
 
     async def continue_generation(self) -> None:
         def resume() -> None:
-            self._pause = None
+            self._paused = False
+            self._scheduler.resume()
+            self._rouse()
 
         await self._call(resume)
 
@@ -91,25 +132,59 @@ class EmbeddedEngine:
         await self._call(lambda: self._scheduler.end(lambda row: row.request.request_id in ids))
 
     async def sleep(self) -> None:
-        """Free the cache; the weights stay. Raises RunError unless paused and idle."""
+        """Free the cache when the requests that are here have ended; the weights stay. Raises RunError unless paused.
 
-        def release() -> None:
-            if self._pause is None or self._scheduler.has_work:
-                raise RunError(
-                    f"the engine cannot sleep: pause mode {self._pause}, {self._scheduler.running} requests running, "
-                    f"{len(self._scheduler.waiting)} waiting; pause it in mode abort first"
-                )
-            self._scheduler.cache.release()
+        What comes later waits until `wake`.
+        """
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        await self._call(release)
+        def fall_asleep() -> None:
+            if not self._paused:
+                self._answer(answer, RunError("the engine cannot sleep: it is not paused; pause it first"))
+                return
+            if not self._asleep:
+                self._asleep = True
+                self._scheduler.finish_what_is_here()
+            self._falling_asleep.append(answer)
+
+        self._send(fall_asleep, answer)
+        await answer
 
     async def wake(self) -> None:
         """The cache comes back with the first request that needs it."""
-        await self._call(lambda: None)
 
-    async def load_weights(self, source: WeightSource, model_step: int) -> None:
+        def wake() -> None:
+            if self._paused:
+                self._scheduler.pause()
+            self._rouse()
+
+        await self._call(wake)
+
+    def _rouse(self) -> None:
+        self._asleep = False
+        for answer in self._falling_asleep:
+            self._answer(answer, RunError("the engine was woken before it slept"))
+        self._falling_asleep.clear()
+
+    def _sleep_when_idle(self) -> None:
+        if self._falling_asleep and not self._scheduler.has_work:
+            self._scheduler.cache.release()
+            for answer in self._falling_asleep:
+                self._answer(answer, None)
+            self._falling_asleep.clear()
+
+    async def load_weights(self, source: WeightSource, model_step: int) -> LoadedWeights | None:
         """Between two steps. Running answers go on with the keys and values they have; each token says its weights."""
-        await self._call(lambda: self._scheduler.load_weights(source, model_step))
+
+        def load() -> LoadedWeights | None:
+            if not isinstance(source, SharedMemoryWeights | DiskWeights):
+                self._scheduler.load_weights(source, model_step)
+                return None
+            with source.receive() as received:
+                self._scheduler.load_weights(received, model_step)
+            return LoadedWeights(model_step=model_step, checksum=received.checksum)
+
+        return await self._call(load)
 
     async def model_step(self) -> int:
         return await self._call(lambda: self._scheduler.model_step)
@@ -120,7 +195,7 @@ class EmbeddedEngine:
     async def stats(self) -> EngineStats:
         return EngineStats(
             running=self._scheduler.running,
-            waiting=len(self._scheduler.waiting),
+            waiting=self._scheduler.not_running,
             generated_tokens=self._scheduler.generated_tokens,
             busy_seconds=self._busy_seconds,
             cache_use=self._scheduler.cache_use,
@@ -166,33 +241,40 @@ class EmbeddedEngine:
             self._commands.append(command)
             self._changed.notify()
 
-    def _drop(self, row: Row) -> None:
+    def _drop(self, request: Row | Scoring) -> None:
         with self._changed:
-            self._unanswered.discard(row.answer)
-            self._commands.append(lambda: self._scheduler.end(lambda other: other is row))
+            self._unanswered.discard(request.answer)
+            self._commands.append(lambda: self._scheduler.drop(request))
             self._changed.notify()
 
-    def _answer(self, answer: asyncio.Future[T], outcome: T | Exception) -> None:
+    def _answer(self, answer: asyncio.Future[Any], outcome: Any) -> None:
         self._outbox.append((answer, outcome))
 
     def _deliver(self) -> None:
         """Hand over what was answered, in order, when the state behind the answers is settled."""
         outbox, self._outbox = self._outbox, []
-        if not outbox:
+        pieces, self._pieces = self._pieces, []
+        if not outbox and not pieces:
             return
         with self._changed:
             self._unanswered.difference_update(answer for answer, _ in outbox)
-        loops = {answer.get_loop() for answer, _ in outbox}
+        loops = {answer.get_loop() for answer, _ in outbox} | {row.answer.get_loop() for row, _ in pieces}
         for loop in loops:
             # A loop that was closed with requests still running has nobody left to hear.
             with contextlib.suppress(RuntimeError):
+                for row, piece in pieces:  # before the ends
+                    if row.pieces is not None and row.answer.get_loop() is loop:
+                        loop.call_soon_threadsafe(row.pieces.put_nowait, piece)
                 loop.call_soon_threadsafe(_resolve, [pair for pair in outbox if pair[0].get_loop() is loop])
 
-    def _finished(self, row: Row, outcome: Outcome) -> None:
-        self._answer(row.answer, outcome)
+    def _finished(self, request: Row | Scoring, outcome: Outcome) -> None:
+        if isinstance(request, Row) and isinstance(outcome, Completion) and outcome.finish_reason is None:
+            self._pieces.append((request, outcome))
+        else:
+            self._answer(request.answer, outcome)
 
     def _start(self, row: Row) -> None:
-        if self._pause == "abort":
+        if self._paused and row.on_pause == "abort":
             self._answer(row.answer, ABORTED)
         else:
             self._scheduler.add(row)
@@ -204,11 +286,12 @@ class EmbeddedEngine:
         try:
             with torch.inference_mode():
                 while self._next_commands():
-                    if self._working:
+                    if self._scheduler.has_work:
                         started = time.perf_counter()
                         self._scheduler.step()
                         self._busy_seconds += time.perf_counter() - started
-                        self._deliver()
+                    self._sleep_when_idle()
+                    self._deliver()
         except BaseException as error:
             # Whatever ends this thread, those who wait must hear of it.
             death = error
@@ -229,12 +312,8 @@ class EmbeddedEngine:
         return failure
 
     @property
-    def _working(self) -> bool:
-        return self._pause is None and self._scheduler.has_work
-
-    @property
     def _something_to_do(self) -> bool:
-        return bool(self._commands) or self._closing or self._working
+        return bool(self._commands) or self._closing or self._scheduler.has_work
 
     def _next_commands(self) -> bool:
         """Wait until there is something to do and run what was asked; False when closing."""

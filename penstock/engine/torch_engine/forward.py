@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.engine.torch_engine.attention import attend, attend_in_blocks, attend_prompt, decode_mask
 from penstock.engine.torch_engine.cache import LayerShape, Prefix, SlotCache, round_up
 from penstock.engine.torch_engine.products import Products, choose_products
+from penstock.engine.torch_engine.sampling import target_logprobs
 from penstock.engine.torch_engine.scratch import Scratch
 from penstock.engine.torch_engine.weights import EngineWeights
 from penstock.models.families import EMBEDDING, HEAD, head_dim, is_tied, rotary_frequencies
@@ -74,6 +75,17 @@ class FusedModel:
 
     def prefill(self, parts: list[tuple[Prefix, int]]) -> None:
         """Compute the next tokens of each prefix: as many as its number says."""
+        self._prefill(parts)
+
+    def score(self, prefix: Prefix, targets: Tensor) -> Tensor:
+        """Compute as many tokens of the prefix as there are targets; the logprob of each target after its token."""
+        hidden = self._prefill([(prefix, len(targets))])[: len(targets)]
+        logits = self._logits.take(len(targets), len(self._head))
+        self._products.head(self._normed(hidden, self._norm), self._head, logits)
+        return target_logprobs(logits, targets)
+
+    def _prefill(self, parts: list[tuple[Prefix, int]]) -> Tensor:
+        """The hidden states of what was computed."""
         ids, positions, spans = [], [], []
         offset = 0
         for prefix, count in parts:
@@ -94,9 +106,10 @@ class FusedModel:
                 outs.append(attend_prompt(query[at : at + width], keys, values, start))
             return torch.cat(outs) if len(outs) > 1 else outs[0]
 
-        self._run(torch.cat(ids), torch.cat(positions), attend_parts)
+        hidden = self._run(torch.cat(ids), torch.cat(positions), attend_parts)
         for prefix, count in parts:
             prefix.done += count
+        return hidden
 
     def decode(self, ids: Tensor, positions: Tensor, cache: SlotCache, length: int) -> Tensor:
         """One token for each of the first n slots, at its position; logits in float32, valid until the next call.

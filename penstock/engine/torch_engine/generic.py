@@ -22,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 
 from penstock.engine.torch_engine.attention import UnknownAttention, block_attention
 from penstock.engine.torch_engine.cache import LayerShape, Prefix, SlotCache, round_up
+from penstock.engine.torch_engine.sampling import target_logprobs
 from penstock.engine.torch_engine.weights import EngineWeights
 from penstock.errors import ModelError
 from penstock.ports import WeightSource
@@ -58,16 +59,25 @@ class GenericModel:
 
     def prefill(self, parts: list[tuple[Prefix, int]]) -> None:
         for prefix, count in parts:
-            width = round_up(count) if self._deterministic else count
-            ids = F.pad(prefix.ids[prefix.done : prefix.done + count], (0, width - count))
-            positions = torch.arange(prefix.done, prefix.done + width, device=self.device)
-            layers: list[Any] = [
-                _PrefixLayer(keys[None], values[None], prefix.done)
-                for keys, values in zip(prefix.keys, prefix.values, strict=True)
-            ]
-            mask = torch.ones(1, prefix.done + width, dtype=torch.long, device=self.device)
-            self._call(ids[None], positions[None], mask, Cache(layers=layers))
-            prefix.done += count
+            self._prefill(prefix, count, **self._extra)
+
+    def score(self, prefix: Prefix, targets: Tensor) -> Tensor:
+        """Compute as many tokens of the prefix as there are targets; the logprob of each target after its token."""
+        logits = self._prefill(prefix, len(targets))[0, : len(targets)]
+        return target_logprobs(logits.float(), targets)
+
+    def _prefill(self, prefix: Prefix, count: int, **extra: Any) -> Tensor:
+        width = round_up(count) if self._deterministic else count
+        ids = F.pad(prefix.ids[prefix.done : prefix.done + count], (0, width - count))
+        positions = torch.arange(prefix.done, prefix.done + width, device=self.device)
+        layers: list[Any] = [
+            _PrefixLayer(keys[None], values[None], prefix.done)
+            for keys, values in zip(prefix.keys, prefix.values, strict=True)
+        ]
+        mask = torch.ones(1, prefix.done + width, dtype=torch.long, device=self.device)
+        logits = self._call(ids[None], positions[None], mask, Cache(layers=layers), **extra)
+        prefix.done += count
+        return logits
 
     def decode(self, ids: Tensor, positions: Tensor, cache: SlotCache, length: int) -> Tensor:
         """One token for each of the first n slots, at its position; logits in float32. Reads `length` of the cache."""
@@ -75,14 +85,14 @@ class GenericModel:
             _SlotLayer(keys, values, positions, length) for keys, values in zip(cache.keys, cache.values, strict=True)
         ]
         mask = (torch.arange(length, device=self.device) <= positions[:, None]).long()
-        logits = self._call(ids[:, None], positions[:, None], mask, Cache(layers=layers))
+        logits = self._call(ids[:, None], positions[:, None], mask, Cache(layers=layers), **self._extra)
         return logits[:, -1].float()
 
-    def _call(self, ids: Tensor, positions: Tensor, mask: Tensor, cache: Cache) -> Tensor:
+    def _call(self, ids: Tensor, positions: Tensor, mask: Tensor, cache: Cache, **extra: Any) -> Tensor:
         # Padding behind a prompt may lie behind the last position the model has.
         given = {"position_ids": positions.clamp(max=self._last_position)} if self._takes_positions else {}
         output = self._model(
-            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **given, **self._extra
+            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **given, **extra
         )
         logits: Tensor = output.logits
         return logits

@@ -25,6 +25,10 @@ class LanguageModel(Protocol):
         """Compute the next tokens of each prefix: as many as its number says."""
         ...
 
+    def score(self, prefix: Prefix, targets: Tensor) -> Tensor:
+        """Compute as many tokens of the prefix as there are targets; the logprob of each target after its token."""
+        ...
+
     def decode(self, ids: Tensor, positions: Tensor, cache: SlotCache, length: int) -> Tensor:
         """One token for each of the first n slots, at its position; logits in float32, valid until the next call.
         Reads `length` of the cache."""

@@ -11,6 +11,7 @@ from penstock.ports import Completion, GenerateRequest, Tokenizer
 from penstock.rollout import FinishReason, IntArray, unpack_ids
 
 Answer = asyncio.Future[Completion]
+Pieces = asyncio.Queue[Completion | None]
 _LONGEST_CHARACTER = 8
 """Tokens after which a text that is still no character is taken as it is."""
 
@@ -18,8 +19,15 @@ _LONGEST_CHARACTER = 8
 class Row:
     """A request and what is known of it before its first token."""
 
-    def __init__(self, request: GenerateRequest, tokenizer: Tokenizer, answer: Answer) -> None:
+    def __init__(
+        self, request: GenerateRequest, tokenizer: Tokenizer, answer: Answer, pieces: Pieces | None = None
+    ) -> None:
         self.request = request
+        self.on_pause = request.on_pause
+        self.pieces = pieces
+        """Where a stream gets its tokens; None for a request that waits for the whole answer."""
+        self.sent = 0
+        """Tokens that went there."""
         self.answer = answer
         """Belongs to an event loop: only touched there."""
         given = unpack_ids(request.response_ids)
@@ -37,7 +45,8 @@ class Row:
     def close_run(self, model_step: int, made: int) -> None:
         """The tokens since the last call, up to the `made`-th, were made by these weights."""
         if made > self._counted:
-            self._runs.append((model_step, made - self._counted))
+            before = self._runs.pop()[1] if self._runs and self._runs[-1][0] == model_step else 0
+            self._runs.append((model_step, before + made - self._counted))
             self._counted = made
 
     def completion(self, ids: bytes, logprobs: bytes, reason: FinishReason) -> Completion:

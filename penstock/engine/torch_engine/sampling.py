@@ -88,6 +88,11 @@ def sample(
     return ids.cpu().numpy(), logprobs.cpu().numpy()
 
 
+def target_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+    """Of one given token per row, under softmax(logits)."""
+    return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
+
+
 def invert_cdf(weights: Tensor, sums: Tensor, uniform: Tensor) -> Tensor:
     """The index where the running sum of each row's weights passes uniform * total; never one of weight 0.
 

@@ -11,6 +11,7 @@ from penstock.engine.torch_engine.row import Row
 from penstock.engine.torch_engine.sampling import Sampling, fold_seed, uniforms
 
 IntColumn = npt.NDArray[np.int64]
+SavedColumns = list[npt.NDArray[Any]]
 
 
 class Slots:
@@ -58,6 +59,18 @@ class Slots:
         for column in self._columns():
             column[slot] = 0
 
+    def copy_out(self, slot: int) -> SavedColumns:
+        """All columns of a slot, for `put_back`."""
+        return [column[slot].copy() for column in self._columns()]
+
+    def put_back(self, slot: int, row: Row, saved: SavedColumns) -> None:
+        self.rows[slot] = row
+        for column, value in zip(self._columns(), saved, strict=True):
+            if value.ndim:  # a table, which may have grown wider since
+                column[slot, : len(value)] = value
+            else:
+                column[slot] = value
+
     def move(self, source: int, slot: int) -> None:
         self.rows[slot] = self.rows[source]
         for column in self._columns():
@@ -86,9 +99,9 @@ class Slots:
         self.made[live] += 1
         self.next_uniform[live] += 1
 
-    def tokens(self, slot: int) -> tuple[bytes, bytes]:
+    def tokens(self, slot: int, start: int = 0) -> tuple[bytes, bytes]:
         made = self.made[slot]
-        return self.ids[slot, :made].tobytes(), self.logprobs[slot, :made].tobytes()
+        return self.ids[slot, start:made].tobytes(), self.logprobs[slot, start:made].tobytes()
 
     def _columns(self) -> tuple[npt.NDArray[Any], ...]:
         return (

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from penstock.errors import WeightSyncError
 from penstock.ports import LentWeights, WeightSource
-from penstock.weights import DiskWeights, SharedMemoryWeights
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """numpy does not know every dtype of torch; a copy does not care."""
@@ -55,10 +54,7 @@ class EngineWeights:
 
     def load(self, source: WeightSource) -> None:
         """Raises WeightSyncError, the old weights kept. Any other error comes in the middle: then these are useless."""
-        if isinstance(source, SharedMemoryWeights | DiskWeights):
-            with source.receive() as received:
-                self.load(received)
-        elif isinstance(source, LentWeights):
+        if isinstance(source, LentWeights):
             self._load_lent(source)
         else:
             self._load(source, lent=False)

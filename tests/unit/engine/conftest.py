@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 from engine_contract import CharacterTokenizer, Subject, Tensors
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -123,3 +126,16 @@ def make_subject(model_dir: Path, model: Any) -> Subject:
         return config.build(str(model_dir), CharacterTokenizer(), threads=1)
 
     return Subject(make=make, other_weights=Tensors(other), reference=reference)
+
+
+@pytest.fixture(scope="session")
+def served_dir(model_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with the tokenizer that `CharacterTokenizer` is, and an end-of-text that is never made."""
+    directory = tmp_path_factory.mktemp("served") / "llama"
+    shutil.copytree(model_dirs["llama"], directory)
+    vocabulary = {chr(32 + i): i for i in range(96)} | {"<end>": 96}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>").save_pretrained(directory)
+    return directory

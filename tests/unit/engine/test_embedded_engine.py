@@ -33,10 +33,10 @@ from penstock.engine.torch_engine.build import load_model
 from penstock.engine.torch_engine.cache import Prefix, SlotCache, round_up
 from penstock.errors import ConfigError, InfrastructureFailure, ModelError, RunError
 from penstock.ports import Completion, Engine
-from penstock.rollout import FailureReason, FinishReason
+from penstock.rollout import FailureReason, FinishReason, pack_ids
 
 Check = Callable[[Subject], Awaitable[None]]
-FORWARD_MATTERS = [check for check in CONTRACT if re.search("logprob|continue|goes_on|weights", check.__name__)]
+FORWARD_MATTERS = [check for check in CONTRACT if re.search("logprob|score|continue|goes_on|weights", check.__name__)]
 
 
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
@@ -281,19 +281,55 @@ def test_a_source_that_breaks_while_it_is_read_leaves_the_old_weights(subjects: 
     asyncio.run(run())
 
 
-def test_an_engine_with_work_refuses_to_sleep(subjects: dict[str, Subject]) -> None:
+def test_a_frozen_answer_is_the_uninterrupted_one_bit_for_bit_when_deterministic(model_dirs: dict[str, Path]) -> None:
+    kept = [ask(f"{i}", PROMPTS[i], seed=i, max_tokens=90, on_pause="keep") for i in range(4)]
+    served = [ask(f"served {i}", PROMPTS[1], seed=i, max_tokens=20, on_pause="serve") for i in range(8)]
+    expected = play(build(model_dirs["llama"], deterministic=True), *kept, *served)
+
+    async def interrupted() -> list[Completion]:
+        engine = build(model_dirs["llama"], deterministic=True)
+        try:
+            tasks = [asyncio.create_task(engine.generate(request)) for request in kept]
+            await has_made(engine, 40)
+            await engine.pause_generation()
+            between = await asyncio.gather(*(engine.generate(request) for request in served))
+            assert not any(task.done() for task in tasks)
+            await engine.continue_generation()
+            return [*await asyncio.gather(*tasks), *between]
+        finally:
+            await engine.close()
+
+    assert asyncio.run(interrupted()) == expected
+
+
+def test_scores_are_all_of_one_set_of_weights(subjects: dict[str, Subject]) -> None:
+    subject = subjects["llama"]
+    ids = pack_ids([7, 40, 3, 9] * 400)
+
+    async def run() -> None:
+        async with running(subject) as engine:
+            old = await engine.score(ids)
+            scoring = asyncio.create_task(engine.score(ids))
+            while not (await engine.stats()).waiting and not scoring.done():  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0)
+            await engine.load_weights(subject.other_weights, 1)
+            torn, new = await scoring, await engine.score(ids)
+            assert new != old
+            assert torn in (old, new)
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_score_holds_nobody_up(subjects: dict[str, Subject]) -> None:
     async def run() -> None:
         async with running(subjects["llama"]) as engine:
-            with pytest.raises(RunError, match="cannot sleep"):
-                await engine.sleep()
-            task = asyncio.create_task(engine.generate(ask("a", max_tokens=LONG)))
-            await has_made(engine, 1)
-            await engine.pause_generation("keep")
-            with pytest.raises(RunError, match="1 requests running"):
-                await engine.sleep()
-            await engine.pause_generation("abort")
-            assert (await task).finish_reason is FinishReason.ABORT
-            await engine.sleep()
+            scoring = asyncio.create_task(engine.score(pack_ids([5] * 2000)))
+            await asyncio.sleep(0)
+            scoring.cancel()
+            await asyncio.wait([scoring])
+            await engine.check_health()
+            stats = await engine.stats()
+            assert (stats.running, stats.waiting) == (0, 0)
 
     asyncio.run(run())
 

@@ -1,4 +1,4 @@
-"""The engine in a process of its own: the contract over the wire, and what happens to the process."""
+"""The engine in a process of its own: the contract, and what happens to the process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -14,7 +13,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 from engine_contract import (
@@ -29,179 +27,18 @@ from engine_contract import (
     has_made,
     ids_of,
 )
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from engine_processes import is_gone, process_engine, run
 
-from penstock.engine import EmbeddedEngineConfig, RolloutControllerConfig
-from penstock.engine.controller import RolloutController
-from penstock.engine.frames import MAX_FRAME, Call, Failed, Reply, Setup, error_from_wire, error_to_wire, frame
+from penstock.engine import EmbeddedEngineConfig
+from penstock.engine.frames import Setup
 from penstock.engine.process import ProcessEngine
-from penstock.engine.remote import RemoteEngine
-from penstock.engine.server import serve
 from penstock.errors import (
-    ConfigError,
-    DataFailure,
-    EngineUnavailable,
     InfrastructureFailure,
     ModelError,
-    RunError,
     WeightSyncError,
 )
-from penstock.rollout import FailureReason, FinishReason
+from penstock.rollout import FinishReason
 from penstock.weights import DiskChannel, SharedMemoryChannel
-
-DEADLINE = 120.0
-"""For a whole test with real processes, which take seconds to import torch on a busy machine."""
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(DEADLINE):
-            await test()
-
-    asyncio.run(bounded())
-
-
-@pytest.fixture(scope="module")
-def served_dir(model_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with the tokenizer that `CharacterTokenizer` is, and an end-of-text that is never made."""
-    directory = tmp_path_factory.mktemp("served") / "llama"
-    shutil.copytree(model_dirs["llama"], directory)
-    vocabulary = {chr(32 + i): i for i in range(96)} | {"<end>": 96}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    inner.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>").save_pretrained(directory)
-    return directory
-
-
-def process_engine(directory: Path) -> ProcessEngine:
-    config = EmbeddedEngineConfig(max_running=6, prefill_chunk_tokens=64, process=True)
-    engine = config.build(str(directory), CharacterTokenizer(), threads=1)
-    assert isinstance(engine, ProcessEngine)
-    return engine
-
-
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-# Over the wire, without a process: the same frames, server and client.
-
-
-class Wired:
-    """A `RemoteEngine` whose server runs in this event loop. It connects with the first call."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
-        self._connecting: asyncio.Task[RemoteEngine] | None = None
-        self._serving: asyncio.Task[None] | None = None
-
-    def __getattr__(self, method: str) -> Any:
-        async def call(*arguments: Any) -> Any:
-            self._connecting = self._connecting or asyncio.create_task(self._connect())
-            return await getattr(await self._connecting, method)(*arguments)
-
-        return call
-
-    async def _connect(self) -> RemoteEngine:
-        ours, theirs = socket.socketpair()
-        self._serving = asyncio.create_task(serve(*await asyncio.open_connection(sock=theirs), self._make()))
-
-        async def why_ended() -> InfrastructureFailure:
-            return InfrastructureFailure("the server ended", reason=FailureReason.ENGINE_DIED)
-
-        return RemoteEngine(*await asyncio.open_connection(sock=ours), why_ended)
-
-    async def close(self) -> None:
-        if self._connecting is not None:
-            await (await self._connecting).close()
-        if self._serving is not None:
-            await self._serving
-
-
-@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
-def test_the_contract_holds_over_the_wire(
-    check: Callable[[Subject], Awaitable[None]], subjects: dict[str, Subject]
-) -> None:
-    inner = subjects["llama"]
-    subject = Subject(
-        make=lambda: Wired(inner.make),  # type: ignore[arg-type, return-value]
-        other_weights=inner.other_weights,
-        reference=inner.reference,
-    )
-    asyncio.run(check(subject))
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        InfrastructureFailure("the thread died", reason=FailureReason.ENGINE_DIED),
-        DataFailure("too long", reason=FailureReason.CONTEXT_TOO_LONG),
-        WeightSyncError("refused"),
-        ModelError(["no config.json", "no weights"]),
-        ConfigError("max_running is 0"),
-        RunError("cannot sleep"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_errors_arrive_as_what_they_were(error: Exception) -> None:
-    arrived = error_from_wire(error_to_wire(error))
-    assert type(arrived) is type(error)
-    assert str(arrived) == str(error)
-    assert getattr(arrived, "reason", None) == getattr(error, "reason", None)
-
-
-def test_an_error_that_is_not_ours_is_the_engines_failure() -> None:
-    arrived = error_from_wire(error_to_wire(ZeroDivisionError("division by zero")))
-    assert isinstance(arrived, InfrastructureFailure)
-    assert str(arrived) == "ZeroDivisionError: division by zero"
-    assert arrived.reason == "engine_error"
-
-
-def test_a_method_that_is_not_of_the_port_cannot_be_called(subjects: dict[str, Subject]) -> None:
-    async def test() -> None:
-        ours, theirs = socket.socketpair()
-        serving = asyncio.create_task(serve(*await asyncio.open_connection(sock=theirs), subjects["llama"].make()))
-        reader, writer = await asyncio.open_connection(sock=ours)
-        for method in ("close", "__class__", "_call"):
-            writer.write(frame(Call(1, method, msgspec.Raw(msgspec.msgpack.encode(())))))
-        answers = []
-        for _ in range(4):
-            size = int.from_bytes(await reader.readexactly(4), "big")
-            answers.append(msgspec.msgpack.decode(await reader.readexactly(size), type=Reply | Failed))
-        assert isinstance(answers[0], Reply)
-        for answer in answers[1:]:
-            assert isinstance(answer, Failed)
-            assert "unknown method" in answer.error.message
-        writer.close()
-        await serving
-
-    run(test)
-
-
-def test_a_stream_that_is_no_stream_of_frames_fails_all_that_is_open() -> None:
-    async def test() -> None:
-        for garbage in (b"\xff" * 64, (4).to_bytes(4, "big") + b"\xc1\xc1\xc1\xc1", (MAX_FRAME + 1).to_bytes(4, "big")):
-            ours, theirs = socket.socketpair()
-
-            async def why_ended() -> InfrastructureFailure:
-                return InfrastructureFailure("the process lives on", reason=FailureReason.ENGINE_DIED)
-
-            engine = RemoteEngine(*await asyncio.open_connection(sock=ours), why_ended)
-            asking = asyncio.create_task(engine.generate(ask("a")))
-            theirs.sendall(garbage)
-            with pytest.raises(InfrastructureFailure, match="cannot be read"):
-                await asking
-            with pytest.raises(InfrastructureFailure):
-                await engine.check_health()
-            await engine.close()
-            theirs.close()
-
-    run(test)
-
-
-# Real processes.
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +105,7 @@ def test_an_engine_in_its_own_process_answers_as_the_one_in_this(
                 assert {step for completion in theirs for step, _ in completion.steps} == {step}
             waiting = [asyncio.create_task(there.generate(ask(f"{i}", max_tokens=LONG))) for i in range(256)]
             await has_made(there, 1000)
-            await there.pause_generation("abort")
+            await there.pause_generation()
             completions = await asyncio.gather(*waiting)
             assert {completion.finish_reason for completion in completions} == {FinishReason.ABORT}
             pid = there.pid
@@ -289,24 +126,36 @@ def test_weights_reach_a_process_through_memory_and_through_files(
 
     async def test() -> None:
         engine = process_engine(served_dir)
-        shared, disk = SharedMemoryChannel(engine), DiskChannel(engine, tmp_path / "weights")
+        bound = Changing({})
+        shared, disk = SharedMemoryChannel(bound, engine), DiskChannel(bound, engine, tmp_path / "weights")
         try:
             for step, channel in enumerate((shared, disk, shared, shared), start=1):
-                scaled = Tensors({name: tensor * (1 + step / 8) for name, tensor in weights.state.items()})
-                published = await channel.publish(scaled, step)
+                bound.state = {name: tensor * (1 + step / 8) for name, tensor in weights.state.items()}
+                published = await channel.publish(step)
                 assert (published.model_step, await engine.model_step()) == (step, step)
                 assert published.num_bytes == sum(tensor.nbytes for tensor in weights.state.values())
                 assert published.bytes_per_second > 0
                 assert (await engine.generate(ask("a", max_tokens=4))).steps == ((step, 4),)
             name = next(iter(weights.state))
+            bound.state = {name: weights.state[name]}
             with pytest.raises(WeightSyncError, match="kept"):
-                await shared.publish(Tensors({name: weights.state[name]}), 9)
+                await shared.publish(9)
             assert await engine.model_step() == 4
         finally:
             await shared.close()
             await engine.close()
 
     run(test)
+
+
+class Changing:
+    """Weights as a train worker has them: the same object, other numbers after each step."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def tensors(self) -> Iterator[tuple[str, Any]]:
+        yield from self.state.items()
 
 
 def open_segments() -> set[int]:
@@ -429,112 +278,23 @@ def test_the_engines_process_dies_with_a_trainer_that_is_killed(served_dir: Path
     assert is_gone(engine.pid)
 
 
-# Two processes behind the controller.
-
-LIMITS = RolloutControllerConfig(probe_interval_s=0.5, probe_retry_s=0.1, probe_timeout_s=30.0, recovery_retry_s=0.5)
-
-
-async def until(controller: RolloutController, name: str, state: str) -> None:
-    while controller.states()[name] != state:  # noqa: ASYNC110 - seen from outside, as a user would
-        await asyncio.sleep(0.01)
-
-
-async def fenced(controller: RolloutController, name: str) -> None:
-    async with asyncio.timeout(10):
-        while controller.states()[name] == "active":  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-def test_killed_engines_are_fenced_their_work_is_done_elsewhere_and_they_return_with_the_current_weights(
-    served_dir: Path, subjects: dict[str, Subject]
+def test_an_engines_process_gets_no_secret_of_this_one_unless_it_is_named(
+    served_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subject = subjects["llama"]
+    monkeypatch.setenv("MY_SECRET_KEY", "canary-1")
+    monkeypatch.setenv("HF_TOKEN", "canary-2")
+    monkeypatch.setenv("MY_SETTING", "passed on")
+    config = EmbeddedEngineConfig(process=True, environment=["MY_SETTING"])
+    engine = config.build(str(served_dir), CharacterTokenizer(), threads=1)
+    assert isinstance(engine, ProcessEngine)
 
     async def test() -> None:
-        engines = {"one": process_engine(served_dir), "two": process_engine(served_dir)}
-        controller = LIMITS.build(engines)
-        channel = SharedMemoryChannel(controller)
         try:
-            await controller.check_health()
-            for name in engines:
-                await until(controller, name, "active")
-            await channel.publish(subject.other_weights, 3)
-            expected = await asyncio.gather(
-                *(controller.generate(ask(f"{i}", seed=i, max_tokens=400)) for i in range(12))
-            )
-            made = (await controller.stats()).generated_tokens
-
-            # While serving.
-            asking = [asyncio.create_task(controller.generate(ask(f"{i}", seed=i, max_tokens=400))) for i in range(12)]
-            await has_made(controller, made + 12)
-            kill(engines["one"])
-            await fenced(controller, "one")
-            answers = await asyncio.gather(*asking)
-            assert [ids_of(answer) for answer in answers] == [ids_of(answer) for answer in expected]
-            await until(controller, "one", "active")
-            assert await engines["one"].model_step() == 3
-            assert {step for answer in answers for step, _ in answer.steps} == {3}
-
-            # While idle.
-            kill(engines["two"])
-            await fenced(controller, "two")
-            assert (await controller.generate(ask("a", max_tokens=5))).steps == ((3, 5),)
-            await until(controller, "two", "active")
-            assert await engines["two"].model_step() == 3
+            await engine.check_health()
+            environment = psutil.Process(engine.pid).environ()
+            assert environment["MY_SETTING"] == "passed on"
+            assert not [name for name, value in environment.items() if "canary" in value]
         finally:
-            await controller.close()
-            await channel.close()
-        assert all(engine.pid is None for engine in engines.values())
+            await engine.close()
 
     run(test)
-
-
-def kill(engine: ProcessEngine) -> None:
-    assert engine.pid is not None
-    os.kill(engine.pid, signal.SIGKILL)
-
-
-def test_when_the_last_engine_is_gone_and_cannot_return_the_error_names_every_engine(
-    served_dir: Path, tmp_path: Path
-) -> None:
-    directory = tmp_path / "model"
-    shutil.copytree(served_dir, directory)
-
-    async def test() -> None:
-        engines = {"one": process_engine(directory), "two": process_engine(directory)}
-        controller = LIMITS.build(engines)
-        try:
-            await controller.check_health()
-            for name in engines:
-                await until(controller, name, "active")
-            (directory / "model.safetensors").write_bytes(b"gone")
-            asking = asyncio.create_task(controller.generate(ask("a", max_tokens=LONG)))
-            await has_made(controller, 1)
-            for engine in engines.values():
-                kill(engine)
-            with pytest.raises(EngineUnavailable) as error:
-                await asking
-            for name in engines:
-                assert f"{name} is fenced: " in str(error.value)
-            with pytest.raises(EngineUnavailable):
-                await controller.generate(ask("b"))
-            with pytest.raises(InfrastructureFailure, match="no engine is active"):
-                await controller.check_health()
-        finally:
-            await controller.close()
-
-    run(test)
-
-
-@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
-def test_the_contract_holds_for_the_controller(
-    check: Callable[[Subject], Awaitable[None]], subjects: dict[str, Subject]
-) -> None:
-    inner = subjects["llama"]
-    config = RolloutControllerConfig(max_requests_per_engine=16)
-    subject = Subject(
-        make=lambda: config.build({"only": inner.make()}),
-        other_weights=inner.other_weights,
-        reference=inner.reference,
-    )
-    asyncio.run(check(subject))

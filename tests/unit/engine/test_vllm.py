@@ -46,9 +46,9 @@ def test_the_interpreter_is_found_from_the_working_directory(tmp_path: Path, mon
 
 
 def test_an_answer_is_the_pieces_in_order_with_the_versions_that_vllm_named() -> None:
-    answer = Answer("a")
-    answer.take(piece([1, 2]))
-    answer.take(piece([3], finish="stop", versions=[("default", 0, 2), ("7", 2, 3)]))
+    answer = Answer("a", "abort")
+    answer.take(piece([1, 2]), 0)
+    answer.take(piece([3], finish="stop", versions=[("default", 0, 2), ("7", 2, 3)]), 0)
     completion = answer.completion()
     assert unpack_ids(completion.ids).tolist() == [1, 2, 3]
     assert completion.finish_reason is FinishReason.STOP
@@ -56,10 +56,10 @@ def test_an_answer_is_the_pieces_in_order_with_the_versions_that_vllm_named() ->
 
 
 def test_what_arrived_after_a_stop_string_is_not_part_of_the_answer() -> None:
-    answer = Answer("a")
-    answer.take(piece([1, 2, 3, 4]))
+    answer = Answer("a", "abort")
+    answer.take(piece([1, 2, 3, 4]), 0)
     answer.cut = 3
-    answer.take(piece([5], finish="abort", versions=[("4", 0, 2), ("5", 2, 5)]))
+    answer.take(piece([5], finish="abort", versions=[("4", 0, 2), ("5", 2, 5)]), 0)
     completion = answer.completion()
     assert unpack_ids(completion.ids).tolist() == [1, 2, 3]
     assert len(completion.logprobs) == 12
@@ -69,8 +69,8 @@ def test_what_arrived_after_a_stop_string_is_not_part_of_the_answer() -> None:
 
 @pytest.mark.parametrize("ending", [None, "error", "repetition"])
 def test_an_ending_that_is_none_of_ours_is_a_failure(ending: str | None) -> None:
-    answer = Answer("a")
-    answer.take(piece([1], finish=ending))
+    answer = Answer("a", "abort")
+    answer.take(piece([1], finish=ending), 0)
     with pytest.raises(InfrastructureFailure, match=f"request a: vLLM ended it with {ending!r}"):
         answer.completion()
 

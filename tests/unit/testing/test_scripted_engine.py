@@ -10,7 +10,7 @@ import pytest
 from engine_contract import ABOUT_THE_MODEL, CONTRACT, Subject, Tensors
 
 from penstock.errors import InfrastructureFailure
-from penstock.ports import Completion, GenerateRequest
+from penstock.ports import Completion, GenerateRequest, OnPause
 from penstock.rollout import FinishReason, SampleParams, unpack_ids
 from penstock.testing import EngineFaults, EngineScript, ScriptedEngine, constant, run_virtual
 
@@ -20,9 +20,22 @@ class NoWeights:
         yield from ()
 
 
-def request(name: str = "a", *, seed: int = 1, response_ids: bytes = b"", max_tokens: int = 256) -> GenerateRequest:
-    params = SampleParams(max_tokens=max_tokens)
-    return GenerateRequest(request_id=name, prompt_ids=b"\1\0\0\0", response_ids=response_ids, params=params, seed=seed)
+def request(
+    name: str = "a",
+    *,
+    seed: int = 1,
+    response_ids: bytes = b"",
+    max_tokens: int = 256,
+    on_pause: OnPause = "abort",
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name,
+        prompt_ids=b"\1\0\0\0",
+        response_ids=response_ids,
+        params=SampleParams(max_tokens=max_tokens),
+        seed=seed,
+        on_pause=on_pause,
+    )
 
 
 def ten_a_second(**script: object) -> ScriptedEngine:
@@ -98,8 +111,8 @@ def test_a_request_to_a_paused_engine_ends_at_once_with_nothing() -> None:
 def test_a_kept_request_goes_on_under_the_new_weights() -> None:
     async def main() -> Completion:
         engine = ten_a_second()
-        task = await started(engine, request(), 0.55)
-        await engine.pause_generation("keep")
+        task = await started(engine, request(on_pause="keep"), 0.55)
+        await engine.pause_generation()
         await asyncio.sleep(100)
         await engine.load_weights(NoWeights(), 1)
         await engine.continue_generation()

@@ -60,9 +60,11 @@ def test_files_carry_the_weights_and_the_last_two_sets_stay(tmp_path: Path) -> N
     (directory / "model-step-9.part").mkdir(parents=True)
 
     async def publish() -> None:
-        channel = DiskChannel(engine, directory, max_file_bytes=5000)
+        bound = State({})
+        channel = DiskChannel(bound, engine, directory, max_file_bytes=5000)
         for step in range(1, 5):
-            published = await channel.publish(weights(step), step)
+            bound.state = weights(step).state
+            published = await channel.publish(step)
             assert engine.step == published.model_step == step
             for name, tensor in weights(step).state.items():
                 assert torch.equal(engine.state[name], tensor), name
@@ -128,7 +130,7 @@ def test_the_channel_inside_a_process_asks_what_is_served() -> None:
 
     async def publish(serves: int | None) -> None:
         engine: Any = Engine(serves)
-        published = await InProcessChannel(engine, timeout_s=0.05 if serves is None else 60).publish(weights(), 3)
+        published = await InProcessChannel(weights(), engine, timeout_s=0.05 if serves is None else 60).publish(3)
         assert (published.model_step, published.num_bytes > 0) == (3, True)
 
     asyncio.run(publish(0))

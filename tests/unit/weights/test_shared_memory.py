@@ -226,10 +226,10 @@ class Confirms:
 )
 def test_a_sync_that_is_not_confirmed_raises(engine: Any, said: str) -> None:
     async def publish() -> None:
-        channel = SharedMemoryChannel(engine, timeout_s=0.2 if engine.hangs else 60.0)
+        channel = SharedMemoryChannel(weights(1, size=10), engine, timeout_s=0.2 if engine.hangs else 60.0)
         try:
             with pytest.raises(WeightSyncError, match=said):
-                await channel.publish(weights(1, size=10), 5)
+                await channel.publish(5)
         finally:
             await channel.close()
 

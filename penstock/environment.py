@@ -1,0 +1,31 @@
+"""What a child process sees of this process's environment: what programs need to start and compute, and no secrets.
+
+An engine's process and a judge's worker run models and functions of others. They get the variables named here and
+those that a configuration adds by name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+_NAMES = """
+    PATH HOME USER LOGNAME SHELL PWD LANG LANGUAGE TZ TERM TMPDIR TMP TEMP VIRTUAL_ENV CONDA_PREFIX SYSTEMROOT
+    GLIBC_TUNABLES REQUESTS_CA_BUNDLE CURL_CA_BUNDLE
+"""
+_PREFIXES = """
+    LC_ XDG_ PYTHON LD_ DYLD_ SSL_CERT_ MALLOC_
+    HF_ HUGGINGFACE_ TRANSFORMERS_ TOKENIZERS_ SAFETENSORS_ TORCH PYTORCH_ TRITON_ VLLM_ PENSTOCK_
+    CUDA_ NVIDIA_ NCCL_ ROCR_ HIP_ OMP_ GOMP_ KMP_ MKL_ ONEDNN_ DNNL_ OPENBLAS_ BLIS_ NUMEXPR_ ATEN_
+"""
+_SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIALS")
+"""A name that ends like this is passed on only when it is asked for: `HF_TOKEN` is no setting."""
+
+
+def child_environment(extra: Sequence[str] = ()) -> dict[str, str]:
+    """The environment for a child process, with the variables named in `extra` if they are set."""
+    return {name: value for name, value in os.environ.items() if name in extra or _is_harmless(name)}
+
+
+def _is_harmless(name: str) -> bool:
+    return (name in _NAMES.split() or name.startswith(tuple(_PREFIXES.split()))) and not name.upper().endswith(_SECRETS)
