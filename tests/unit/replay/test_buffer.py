@@ -8,7 +8,7 @@ import pytest
 from penstock.errors import ConfigError, IllegalTransition, NotReady
 from penstock.replay import DiscardReason, GroupState, ReplayBuffer, ReplayBufferConfig, StaleRule
 from penstock.replay.shelf import Shelf
-from penstock.rollout import UNKNOWN_STEP, Failure, Group, Status, Tokens
+from penstock.rollout import UNKNOWN_STEP, Failure, FailureReason, Group, Status, Tokens
 
 S = Status
 
@@ -207,7 +207,7 @@ def test_a_failed_group_is_not_stored(groups: Any) -> None:
         buffer = ReplayBuffer()
         group = groups.new(0)
         buffer.draw(group, 1)
-        group[0].fail(Failure("timeout", "the engine said nothing"))
+        group[0].fail(Failure(FailureReason.ENGINE_DEADLINE, "the engine said nothing"))
         group[1].status = S.COMPLETED
         with pytest.raises(ValueError, match="such a group is discarded, not stored"):
             await groups.put(buffer, group)
