@@ -82,15 +82,6 @@ def find_cached(name: str, *, cache: Path | None = None) -> Path | None:
     return directory if (directory / "config.json").is_file() else None
 
 
-def model_context(directory: Path) -> int:
-    """The longest sequence the model was made for."""
-    config = read_json(directory / "config.json")
-    context = config.get("max_position_embeddings", config.get("n_positions"))
-    if not isinstance(context, int):
-        raise ModelError(f"{directory / 'config.json'} has no max_position_embeddings; the context length is unknown")
-    return context
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """A model's JSON file. Raises ModelError when it cannot be read or is no object."""
     try:

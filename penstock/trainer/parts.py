@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.judger import JudgerSet
 from penstock.learn.worker import TorchTrainWorker
-from penstock.models import load_tokenizer, model_context, resolve_model
+from penstock.models import context_note, load_tokenizer, model_context, resolve_model
 from penstock.ports import Engine, Tokenizer, WeightChannel
 from penstock.produce import AgentLoopManager, World, load_prompts
 from penstock.produce.watchdog import OnProgress
@@ -60,6 +60,8 @@ class _Opened:
         self.model_dir = resolve_model(config.model)
         self.tokenizer: Tokenizer = load_tokenizer(self.model_dir)
         self.context = model_context(self.model_dir)
+        if (note := context_note(self.model_dir)) is not None:
+            display.note(note)
         self.judgers: JudgerSet = profile.judgers()
         eval_tasks = config.evaluator.tasks if config.evaluator is not None else []
         self.eval_prompts = load_prompts(eval_tasks, self.tokenizer, context=self.context)
