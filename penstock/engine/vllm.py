@@ -48,6 +48,7 @@ from penstock.engine.vllm_environment import WITHOUT_AMX, die_with_parent
 from penstock.errors import DataFailure, InfrastructureFailure, ModelError, RunError, WeightSyncError
 from penstock.models.context import rope_limit
 from penstock.models.resolve import read_json
+from penstock.models.rounding import rounded
 from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, PauseMode, Tokenizer, WeightSource
 from penstock.rollout import FailureReason, unpack_ids
 from penstock.weights.stored import DiskWeights, SharedMemoryWeights, StoredWeights
@@ -390,7 +391,9 @@ class StoredWeightTransfer(WeightTransferEngine[NoInit, StoredUpdate]):
             # Layer by layer: the weights in use are packed, so they cannot be written in place. The views of `given`
             # are read until the last layer is finalized.
             initialize_layerwise_reload(self.model)
-            self.model.load_weights(iter(given.items()))
+            # As the trainer's own products have them; vLLM would round to the nearest.
+            served = ((name, rounded(tensor, self.model_config.dtype)) for name, tensor in given.items())
+            self.model.load_weights(served)
             finalize_layerwise_reload(self.model, self.model_config)
             self._pack_tied_head()
             self.intact = True

