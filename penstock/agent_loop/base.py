@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pydantic
 
+from penstock.agent_loop.stops import resolve_stops
 from penstock.config import Config, import_name
 from penstock.errors import DataFailure, InfrastructureFailure, Interrupted, RolloutFailure, RunError
 from penstock.ports import Completion, Description, Engine, GenerateRequest, Judger, Local, Placement, Tokenizer
@@ -62,7 +63,7 @@ class AgentLoop:
         self.engine = engine
         self.tokenizer = tokenizer
         self.judger = judger
-        self.sample_params = sample_params
+        self.sample_params = resolve_stops(sample_params, tokenizer)
         self._run_seed = run_seed
         self._request_timeout_s = request_timeout_s
         self._judge_timeout_s = judge_timeout_s
@@ -306,15 +307,18 @@ class AgentLoop:
         own = self.sample_params
         if params is None:
             return own
-        if (params.temperature, params.top_p, params.top_k, params.min_p) != (
-            *(own.temperature, own.top_p, own.top_k, own.min_p),
-        ):
+        if _distribution(params) != _distribution(own):
             raise DataFailure(
                 f"generate was called with another distribution ({params}) than the task's sample_params ({own}); "
-                "only max_tokens, min_tokens and stops may differ",
+                "only max_tokens and stops may differ",
                 reason=FailureReason.SAMPLING_PARAMS,
             )
-        return params
+        return resolve_stops(params, self.tokenizer)
+
+
+def _distribution(params: SampleParams) -> tuple[float, ...]:
+    # Before min_tokens the tokens that end an answer are forbidden.
+    return params.temperature, params.top_p, params.top_k, params.min_p, params.min_tokens
 
 
 def check_completion(completion: Completion, rollout_id: str) -> None:
