@@ -57,7 +57,7 @@ class FinishReason(enum.StrEnum):
 
 
 class SampleParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How an answer is sampled. Training samples need top_p 1, top_k 0 and min_p 0 to have exact logprobs."""
+    """How an answer is sampled. Training needs top_p 1, top_k 0, min_p 0 and min_tokens 0 to have exact logprobs."""
 
     temperature: float = 1.0
     top_p: float = 1.0

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 
 from penstock.agent_loop.deadline import Clock, Plays
 from penstock.agent_loop.judging import fail_unjudged, judge_within, take_verdict
+from penstock.agent_loop.stops import resolve_stops
 from penstock.agent_loop.transcript import Answer, Asked, Transcript
 from penstock.errors import DataFailure, InfrastructureFailure, Interrupted, RolloutFailure, RunError
 from penstock.ports import Engine, Judger, OnPause, Tokenizer, TurnLog
@@ -56,13 +57,13 @@ class AgentLoop:
         self.engine = engine
         self.tokenizer = tokenizer
         self.judger = judger
-        self.sample_params = sample_params
+        self.sample_params = resolve_stops(sample_params, tokenizer)
         self.num_abandoned = 0
         """Rollouts whose code did not end when it was told to."""
         self._asked = Asked(
             engine=engine,
             tokenizer=tokenizer,
-            sample_params=sample_params,
+            sample_params=self.sample_params,
             run_seed=run_seed,
             namespace=namespace,
             on_pause=on_pause,

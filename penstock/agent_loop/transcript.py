@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from penstock.agent_loop.deadline import Clock
+from penstock.agent_loop.stops import resolve_stops
 from penstock.errors import DataFailure, InfrastructureFailure, Interrupted
 from penstock.ports import Completion, Engine, FinishedTurn, GenerateRequest, OnPause, Tokenizer, TurnLog
 from penstock.rollout import (
@@ -244,11 +245,13 @@ class Transcript:
     def _checked(self, params: SampleParams | None) -> SampleParams:
         """A loop may change budgets and stops, not the distribution: the trainer computes logprobs of one."""
         own = self._asked.sample_params
-        if params is None or _distribution(params) == _distribution(own):
-            return params or own
+        if params is None:
+            return own
+        if _distribution(params) == _distribution(own):
+            return resolve_stops(params, self._asked.tokenizer)
         raise DataFailure(
             f"generate was called with another distribution ({params}) than the task's sample_params ({own}); "
-            "only max_tokens, min_tokens and stops may differ",
+            "only max_tokens and stops may differ",
             reason=FailureReason.SAMPLING_PARAMS,
         )
 
@@ -332,8 +335,9 @@ def _columns(completion: Completion) -> tuple[bytes, bytes]:
     return completion.ids, completion.logprobs
 
 
-def _distribution(params: SampleParams) -> tuple[float, float, int, float]:
-    return params.temperature, params.top_p, params.top_k, params.min_p
+def _distribution(params: SampleParams) -> tuple[float, ...]:
+    # Before min_tokens the tokens that end an answer are forbidden.
+    return params.temperature, params.top_p, params.top_k, params.min_p, params.min_tokens
 
 
 def _last(tokens: Tokens, n: int) -> Tokens:

@@ -50,7 +50,10 @@ from penstock.engine.requests import ABORTED, FULL, check_request, check_score, 
 from penstock.engine.vllm_answers import Answer, Stopwatch, StraddlingStop, seed_of, step_of
 from penstock.engine.vllm_door import Door
 from penstock.engine.vllm_environment import WITHOUT_AMX, die_with_parent
-from penstock.errors import DataFailure, InfrastructureFailure, WeightSyncError
+from penstock.errors import DataFailure, InfrastructureFailure, ModelError, WeightSyncError
+from penstock.models.context import rope_limit
+from penstock.models.resolve import read_json
+from penstock.models.rounding import rounded
 from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, Tokenizer, WeightSource
 from penstock.rollout import FailureReason, pack_logprobs, unpack_ids
 from penstock.weights.stored import DiskWeights, SharedMemoryWeights, StoredWeights
@@ -63,12 +66,16 @@ CORE_DIED = 70
 def build_engine(config: VllmEngineConfig, model_dir: str, tokenizer: Tokenizer) -> VllmEngine:
     """Start vLLM and load the model; blocks. The environment was prepared before this file was imported."""
     stats = _Stats()
+    limit = rope_limit(read_json(Path(model_dir) / "config.json"))
+    if limit is not None and (config.max_context or 0) > limit:
+        raise ModelError(f"max_context is {config.max_context}; the model in {model_dir} has {limit}")
     on_gpu = torch.cuda.is_available()
     arguments = AsyncEngineArgs(
         model=model_dir,
         dtype=config.dtype,
         max_num_seqs=config.max_running,
-        max_model_len=config.max_context,
+        # vLLM takes the frequencies of long sequences for all of them when it is to serve long ones.
+        max_model_len=config.max_context or limit,
         enforce_eager=config.enforce_eager,
         kv_cache_memory_bytes=int(config.kv_cache_gb * (1 << 30)) if config.kv_cache_gb is not None else None,
         enable_prefix_caching=True,
@@ -382,7 +389,9 @@ class StoredWeightTransfer(WeightTransferEngine[NoInit, StoredUpdate]):
             # Layer by layer: the weights in use are packed, so they cannot be written in place. The views of `given`
             # are read until the last layer is finalized.
             initialize_layerwise_reload(self.model)
-            self.model.load_weights(iter(given.items()))
+            # As the trainer's own products have them; vLLM would round to the nearest.
+            served = ((name, rounded(tensor, self.model_config.dtype)) for name, tensor in given.items())
+            self.model.load_weights(served)
             finalize_layerwise_reload(self.model, self.model_config)
             self._pack_tied_head()
             self.intact = True

@@ -1,12 +1,14 @@
 """From hidden states to logprobs, without a vocabulary's width of logits for every token at once.
 
 Logits are float32 whatever their operands are: rounded to bfloat16 they are off by hundredths, and the ratio of two
-policies would be made of that. The backward pass makes no logits: with e = exp(logits - maximum) kept from the forward
-pass and t = sum(e), the gradient g of a token's logprob goes back as
+policies would be made of that. The backward pass makes no logits: with e = exp(logits - maximum), t = sum(e) and
+r = e - t * onehot(target) kept from the forward pass, the gradient g of a token's logprob goes back as
 
-    d hidden = g * (head[target] - e @ head / t)        d head = onehot(target)^T (g * hidden) - e^T (g / t * hidden)
+    d hidden = -g / t * (r @ head)        d head = r^T (-g / t * hidden)
 
-so that e is read by two products and by nothing else.
+so that r is read by two products and by nothing else. At a target that is nearly certain e and t are nearly equal: r is
+there the sum over the other tokens, and rounded only then. Products of e and of onehot, rounded each by itself, would
+leave more of their roundings than of their difference.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor
 from penstock.learn.linear import JoinedLinear
 
 KEPT_BYTES = 256 * 2**20
-"""Most that is kept of e; above it e is made again in the backward pass, in blocks of this size."""
+"""Most that is kept of r; above it r is made again in the backward pass, in blocks of this size."""
 CHUNK_BYTES = 32 * 2**20
 """Logits that live at a time: few enough to stay in a cache."""
 
@@ -59,37 +61,39 @@ class _Head(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
         hidden, x, targets, totals, *kept = ctx.saved_tensors
-        head, gradients = ctx.head, ctx.head.gradients
-        weight = head.weight.detach()
-        grad_hidden = weight.index_select(0, targets).mul_(grad[:, None])
-        share = (grad / totals)[:, None]
+        head = ctx.head
+        share = (grad / totals).neg_()[:, None]
+        grad_hidden = torch.empty_like(hidden)
         for start in range(0, len(x), ctx.size):
             part = slice(start, start + ctx.size)
-            exponentials = kept[0] if kept else x.new_empty(len(x[part]), head.out_features)
+            rests = kept[0] if kept else x.new_empty(len(x[part]), head.out_features)
             if not kept:
-                _distributions(x[part], head, targets[part], exponentials)
-            grad_hidden[part].addcmul_(head.multiply_back(exponentials), share[part], value=-1)
-            gradients.add_product(head.weight, exponentials.t(), (hidden[part] * -share[part]).to(x.dtype))
-        gradients.add_rows(head.weight, targets, hidden * grad[:, None])
+                _distributions(x[part], head, targets[part], rests)
+            torch.mul(head.multiply_back(rests), share[part], out=grad_hidden[part])
+            head.gradients.add_product(head.weight, rests.t(), (hidden[part] * share[part]).to(x.dtype))
         return grad_hidden, None, None
 
 
 def _distributions(
     x: Tensor, head: JoinedLinear, targets: Tensor, kept: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs, entropy and the sums of e, [N] each; e itself [N, V] goes to `kept`, in the dtype of x."""
+    """Logprobs, entropy and the sums of e, [N] each; r [N, V] goes to `kept`, in the dtype of x."""
     weight = head.weight
     logprobs, entropy, totals = (torch.empty(len(x), dtype=weight.dtype, device=x.device) for _ in range(3))
     size = max(1, CHUNK_BYTES // (head.out_features * weight.element_size()))
     for start in range(0, len(x), size):
         part = slice(start, start + size)
+        column = targets[part, None]
         logits = head.forward(x[part])
         logits -= logits.amax(1, keepdim=True)
         exponentials = logits.exp()
+        logit, own = logits.gather(1, column), exponentials.gather(1, column)
+        others = exponentials.scatter_(1, column, 0).sum(1, keepdim=True)
         if kept is not None:
-            kept[part] = exponentials
-        total = torch.sum(exponentials, 1, out=totals[part])
-        logprobs[part] = logits.gather(1, targets[part, None])[:, 0] - total.log()
+            kept[part] = exponentials.scatter_(1, column, -others)
+        total = torch.add(others, own, out=totals[part, None])
+        logprobs[part, None] = logit - total.log()
         # H = log sum exp(s) - sum p * s, with the logits shifted by their maximum.
-        entropy[part] = total.log() - exponentials.mul_(logits).sum(1) / total
+        products = exponentials.mul_(logits).scatter_(1, column, own * logit)
+        entropy[part] = (total.log() - products.sum(1, keepdim=True) / total)[:, 0]
     return logprobs, entropy, totals

@@ -1,8 +1,8 @@
 """Linear layers with a backward pass of their own: bfloat16 products where they are fast, gradients added in place.
 
-In bfloat16 a layer keeps a rounded copy of its weights, and only the operands of a product are rounded: sums, results
-and gradients are float32. A weight's gradient is added into its `.grad` by the product that makes it, without a
-temporary of the weight's size.
+In bfloat16 a layer keeps a rounded copy of its weights (as `models.rounding` makes it), and only the operands of a
+product are rounded: sums, results and gradients are float32. A weight's gradient is added into its `.grad` by the
+product that makes it, without a temporary of the weight's size.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Linear
 
 from penstock.models.bfloat16 import product
+from penstock.models.rounding import copy_weights
 
 
 class Gradients:
@@ -70,7 +71,7 @@ class JoinedLinear:
         """Round the weights as they are now."""
         if self._rounded is not None:
             for layer, columns in zip(self._layers, self._columns, strict=True):
-                self._rounded[columns].copy_(layer.weight.detach())
+                copy_weights(layer.weight.detach(), self._rounded[columns])
 
     def forward(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         """x [tokens, in] of this layer's dtype -> float32 [tokens, out]; plus `add_to`, which is overwritten."""

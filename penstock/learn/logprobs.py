@@ -1,17 +1,23 @@
-"""The logprobs of a micro-batch through the modules of transformers: any causal LM, torch.autocast for bfloat16."""
+"""The logprobs of a micro-batch through the modules of transformers: any causal LM, torch.autocast for bfloat16.
+
+autocast rounds the weights of linear layers to the nearest. They are given to it rounded as an engine has them.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.learn.head import TokenLogprobs, apply_head
 from penstock.learn.linear import Gradients, JoinedLinear
 from penstock.learn.pack import MicroBatch
+from penstock.models.rounding import rounded
 
 
 class PlainModel:
@@ -29,6 +35,8 @@ class PlainModel:
         self._flex = share_prompts and model.device.type != "cpu"
         if self._flex:
             model.set_attn_implementation("flex_attention")
+        if dtype == torch.bfloat16:
+            _round_linear_layers(model)
         head = model.get_output_embeddings()
         # Its dtype is that of the weights under autocast too.
         self._head = JoinedLinear([head], head.weight.dtype, gradients)
@@ -56,6 +64,32 @@ class PlainModel:
         picked = hidden.flatten(0, 1).index_select(0, torch.from_numpy(micro_batch.predicting).to(device))
         targets = torch.from_numpy(micro_batch.targets).to(device)
         return apply_head(picked.to(weight.dtype), self._head, targets, temperature)
+
+
+def _round_linear_layers(model: Any) -> None:
+    """Under autocast; elsewhere they compute as before."""
+    from transformers.pytorch_utils import Conv1D
+
+    for module in model.base_model.modules():
+        if type(module) in (torch.nn.Linear, Conv1D):
+            module.forward = functools.partial(_linear, module, transposed=isinstance(module, Conv1D))
+
+
+def _linear(module: Any, x: Tensor, *, transposed: bool) -> Tensor:
+    weight: Tensor = module.weight
+    if torch.is_autocast_enabled(x.device.type):
+        weight = _Rounded.apply(weight)  # type: ignore[no-untyped-call]
+    return F.linear(x, weight.t() if transposed else weight, module.bias)
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return rounded(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.float()
 
 
 def sees(ends: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

@@ -1,11 +1,11 @@
 """Model names to directories, directories to tokenizers."""
 
+from penstock.models.context import context_note, model_context
 from penstock.models.resolve import (
     KNOWN_MODELS,
     check_model,
     default_cache_directory,
     find_cached,
-    model_context,
     resolve_model,
     set_cache_directory,
 )
@@ -14,6 +14,7 @@ from penstock.models.tokenizer import load_tokenizer
 __all__ = [
     "KNOWN_MODELS",
     "check_model",
+    "context_note",
     "default_cache_directory",
     "find_cached",
     "load_tokenizer",

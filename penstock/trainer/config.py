@@ -201,6 +201,12 @@ def _sampling_problems(tasks: list[TaskSpecConfig]) -> Iterator[str]:
                 f"task {task.task_name!r}: sample_params cut the distribution (top_p, top_k or min_p), so its logprobs "
                 "are not the trainer's; training needs top_p=1, top_k=0, min_p=0"
             )
+        if task.agent_loop_config.sample_params.min_tokens:
+            yield (
+                f"task {task.task_name!r}: sample_params.min_tokens is "
+                f"{task.agent_loop_config.sample_params.min_tokens}; it forbids to end an answer, so its "
+                "logprobs are not the trainer's; training needs 0 (reward length instead), evaluation may use it"
+            )
     token_bounds = {task.task_name: task.produce_strategy_config.stale_rule(1).token_stale_threshold for task in tasks}
     if len(set(token_bounds.values())) > 1:
         yield "max_token_staleness differs between tasks; a batch is trained with one"

@@ -15,7 +15,7 @@ from penstock.errors import StorageError
 from penstock.events import Note, StageBegan
 from penstock.judger import JudgerSet
 from penstock.learn.worker import TorchTrainWorker
-from penstock.models import load_tokenizer, model_context, resolve_model
+from penstock.models import context_note, load_tokenizer, model_context, resolve_model
 from penstock.ports import Engine, Tokenizer, WeightChannel
 from penstock.produce import AgentLoopManager, World, load_prompts
 from penstock.replay import ReplayBuffer
@@ -80,6 +80,8 @@ class _Opened:
         self.model_dir = resolve_model(config.model)
         self.tokenizer: Tokenizer = load_tokenizer(self.model_dir)
         self.context = model_context(self.model_dir)
+        if (note := context_note(self.model_dir)) is not None:
+            observers.notice(Note(text=note))
         self.judgers: JudgerSet = profile.judgers() if profile is not None else JudgerSet()
         tasks = config.evaluator.eval_tasks if config.evaluator is not None else []
         self.eval_prompts = load_prompts([task.spec() for task in tasks], self.tokenizer, context=self.context)

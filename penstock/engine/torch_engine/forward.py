@@ -21,6 +21,7 @@ from penstock.engine.torch_engine.sampling import target_logprobs
 from penstock.engine.torch_engine.scratch import Scratch
 from penstock.engine.torch_engine.weights import EngineWeights
 from penstock.models.families import EMBEDDING, HEAD, head_dim, is_tied, rotary_frequencies
+from penstock.models.rounding import rounded
 from penstock.ports import WeightSource
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -214,7 +215,7 @@ class FusedModel:
     def _one_block(
         self, names: list[str], state: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, ...] | None = None
     ) -> Tensor:
-        block = torch.cat([state[name].detach() for name in names]).to(self.device, dtype)
+        block = torch.cat([rounded(state[name].detach(), dtype) for name in names]).to(self.device)
         block = block.view(shape) if shape is not None else block
         self._weights.add(block, {name: state[name].shape for name in names})
         return block

@@ -25,6 +25,7 @@ from penstock.engine.torch_engine.cache import LayerShape, Prefix, SlotCache, ro
 from penstock.engine.torch_engine.sampling import target_logprobs
 from penstock.engine.torch_engine.weights import EngineWeights
 from penstock.errors import ModelError
+from penstock.models.rounding import rounded
 from penstock.ports import WeightSource
 
 _BLOCKS = "penstock_blocks"
@@ -35,7 +36,7 @@ class GenericModel:
     """A transformers model of the engine's own, in its own dtype."""
 
     def __init__(self, model: Any, dtype: torch.dtype, device: torch.device, *, deterministic: bool) -> None:
-        self._model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+        self._model = model.to(device).eval().requires_grad_(False)
         self.dtype, self.device = dtype, device
         text_config = model.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
@@ -44,12 +45,16 @@ class GenericModel:
         self._takes_positions = "position_ids" in accepted
         self._extra = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._last_position = getattr(text_config, "max_position_embeddings", 1 << 30) - 1
-        self.cache_layers = self._probe_cache()
-        if deterministic:
-            self._use_block_attention()
         places = dict(model.named_parameters()) | {
             name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()
         }
+        # What is no weight, such as rotary frequencies, is computed in the precision it has.
+        for place in places.values():
+            if place.is_floating_point():
+                place.data = rounded(place.data, dtype)
+        self.cache_layers = self._probe_cache()
+        if deterministic:
+            self._use_block_attention()
         self._weights = EngineWeights(optional=frozenset(model.state_dict().keys() - places.keys()))
         for name, place in places.items():
             self._weights.add(place, {name: place.shape})

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import WeightSyncError
+from penstock.models.rounding import copy_weights
 from penstock.ports import LentWeights, WeightSource
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -137,4 +138,4 @@ def _copy(place: Tensor, given: Tensor) -> None:
         word = _WORDS[place.itemsize]
         np.copyto(place.detach().view(word).numpy(), given.detach().view(word).numpy())
     else:
-        place.copy_(given)
+        copy_weights(given, place)

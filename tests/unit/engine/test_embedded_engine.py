@@ -26,7 +26,7 @@ from engine_contract import (
     logprobs_of,
     running,
 )
-from transformers import Gemma2Config, Gemma2ForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 from penstock.engine import EmbeddedEngineConfig
 from penstock.engine.torch_engine.build import load_model
@@ -87,6 +87,50 @@ def test_auto_is_bfloat16_for_the_fused_forward_of_a_run_that_need_not_be_determ
     config = EmbeddedEngineConfig(dtype="auto")
     model, _ = load_model(config, str(model_dirs[kind]), deterministic=deterministic)
     assert model.dtype == (torch.bfloat16 if kind == "llama" and not deterministic else torch.float32)
+
+
+def logits_at(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Of the last token, the others computed before."""
+    cache = SlotCache(model.cache_layers, model.dtype, model.device)
+    cache.reserve(1, len(ids), max_slots=1, max_length=len(ids))
+    prefix = Prefix(ids[:-1], model.cache_layers, model.dtype)
+    with torch.inference_mode():
+        model.prefill([(prefix, len(ids) - 1)])
+        cache.place(prefix, 0)
+        logits: torch.Tensor = model.decode(ids[-1:], torch.tensor([len(ids) - 1]), cache, round_up(len(ids)))
+        return logits.clone()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_bfloat16_weights_are_the_same_from_the_disk_and_from_the_trainer(
+    kind: str, fused: bool, model_dirs: dict[str, Path], references: dict[str, Any]
+) -> None:
+    config = EmbeddedEngineConfig(dtype="bfloat16", fused=fused)
+    model, _ = load_model(config, str(model_dirs[kind]), deterministic=False)
+    ids = torch.arange(40) * 7 % 96
+    first = logits_at(model, ids)
+    state = references[kind].state_dict()
+    model.load(Tensors({name: weight + 1 for name, weight in state.items()}))
+    assert not torch.equal(logits_at(model, ids), first)
+    model.load(Tensors(state))
+    assert torch.equal(logits_at(model, ids), first)
+
+
+def test_a_models_own_forward_in_bfloat16_knows_positions_as_exactly_as_the_fused_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 2, "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None}
+    shape = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(**shape, **heads)).save_pretrained(tmp_path)
+    ids = torch.randint(96, (1500,))
+
+    def logprobs(dtype: str, *, fused: bool) -> torch.Tensor:
+        model, _ = load_model(EmbeddedEngineConfig(dtype=dtype, fused=fused), str(tmp_path), deterministic=False)
+        return torch.cat([logits_at(model, ids[:length]).log_softmax(-1) for length in (1500, 1300, 1100)])
+
+    exact = logprobs("float32", fused=True)
+    fused, own = ((logprobs("bfloat16", fused=fused) - exact).abs().mean() for fused in (True, False))
+    assert own < 2 * fused
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

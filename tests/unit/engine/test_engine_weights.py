@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.engine.torch_engine.weights import EngineWeights
 from penstock.errors import WeightSyncError
+from penstock.models.rounding import rounded
 from penstock.weights import SharedMemoryBuffer, SharedMemoryWeights
 
 SHAPES = {"q": (32, 16), "k": (16, 16), "v": (16, 16), "norm": (16,)}
@@ -43,8 +44,8 @@ class Model:
         self.weights.add(self.norm, {"norm": torch.Size(SHAPES["norm"])})
 
     def holds(self, source: State) -> bool:
-        joined = torch.cat([source.state[name] for name in self.order])
-        return torch.equal(self.qkv, joined.to(self.qkv.dtype)) and torch.equal(self.norm, source.state["norm"])
+        joined = torch.cat([rounded(source.state[name], self.qkv.dtype) for name in self.order])
+        return torch.equal(self.qkv, joined) and torch.equal(self.norm, source.state["norm"])
 
     def receive(self, stored: SharedMemoryWeights) -> None:
         with stored.receive() as received:

@@ -13,6 +13,7 @@ from penstock.learn.linear import Gradients
 from penstock.learn.load import LogprobModel
 from penstock.learn.logprobs import PlainModel
 from penstock.learn.pack import pack
+from penstock.models.rounding import rounded
 from penstock.rollout import Group
 
 RandomGroups = Callable[..., list[Group]]
@@ -91,6 +92,34 @@ def test_fused_bfloat16_has_nearly_the_gradient_of_float32(
     _, rounded = _step(model, FusedModel(model, Gradients(), torch.bfloat16), batch, 300)
     for name, gradient in exact.items():
         assert torch.cosine_similarity(gradient.flatten(), rounded[name].flatten(), dim=0) > 0.99, name
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_in_bfloat16_the_weights_are_rounded_as_an_engine_rounds_them(
+    tiny_model: ModelOf, random_groups: RandomGroups, fused: bool, checkpointing: bool
+) -> None:
+    batch = _long_and_short(random_groups)
+
+    def step(model: Any) -> tuple[Any, Any]:
+        if checkpointing and not fused:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.train()
+        way: LogprobModel = PlainModel(model, Gradients(), torch.bfloat16, share_prompts=True)
+        if fused:
+            way = FusedModel(model, Gradients(), torch.bfloat16, activation_checkpointing=checkpointing)
+        return _step(model, way, batch, 300)
+
+    found, gradient = step(tiny_model("llama", tied=False))
+    served = tiny_model("llama", tied=False)
+    with torch.no_grad():
+        for name, module in served.named_modules():
+            # The plain way keeps the head as it is.
+            if isinstance(module, torch.nn.Linear) and (fused or name != "lm_head"):
+                module.weight.copy_(rounded(module.weight).float())
+    expected, exact = step(served)
+    assert found == expected
+    assert all(torch.equal(gradient[name], exact[name]) for name in exact)
 
 
 def test_gradients_lie_in_the_same_memory_in_every_step(tiny_model: ModelOf, random_groups: RandomGroups) -> None:

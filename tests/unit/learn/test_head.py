@@ -1,0 +1,80 @@
+"""Logprobs and their gradient from hidden states, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.learn import head as head_module
+from penstock.learn.head import apply_head
+from penstock.learn.linear import Gradients, JoinedLinear
+
+TOKENS, HIDDEN, VOCAB = 48, 96, 400
+
+
+def _confident(margin: float) -> tuple[torch.nn.Linear, Tensor, Tensor, Tensor]:
+    """A head, hidden states that point at their targets, the targets, and how much each logprob counts."""
+    generator = torch.Generator().manual_seed(3)
+    linear = torch.nn.Linear(HIDDEN, VOCAB, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(torch.randn(VOCAB, HIDDEN, generator=generator) / HIDDEN**0.5)
+        targets = torch.randint(VOCAB, (TOKENS,), generator=generator)
+        hidden = margin * linear.weight[targets] + torch.randn(TOKENS, HIDDEN, generator=generator)
+    counts = torch.randn(TOKENS, generator=generator)
+    return linear, hidden, targets, counts
+
+
+def _gradients(
+    linear: torch.nn.Linear, hidden: Tensor, targets: Tensor, counts: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs, the gradient of the hidden states and that of the head, for operands of this dtype."""
+    gradients = Gradients()
+    gradients.clear([linear.weight])
+    joined = JoinedLinear([linear], dtype, gradients)
+    joined.refresh()
+    leaf = hidden.clone().requires_grad_()
+    logprobs = apply_head(leaf, joined, targets, 1.0).logprobs
+    (logprobs * counts).sum().backward()
+    assert leaf.grad is not None
+    assert linear.weight.grad is not None
+    return logprobs.detach(), leaf.grad, linear.weight.grad.clone()
+
+
+def _reference(
+    linear: torch.nn.Linear, hidden: Tensor, targets: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    weight, leaf = linear.weight.detach().double().requires_grad_(), hidden.double().requires_grad_()
+    logprobs = (leaf @ weight.t()).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    (logprobs * counts.double()).sum().backward()
+    assert leaf.grad is not None
+    assert weight.grad is not None
+    return logprobs.detach(), leaf.grad, weight.grad
+
+
+@pytest.mark.parametrize("margin", [14.0, 18.0, 24.0])
+def test_in_bfloat16_the_gradient_of_confident_tokens_is_no_noise(margin: float) -> None:
+    """p - 1 is what is left of two nearly equal numbers: it has to be one before it is rounded."""
+    case = _confident(margin)
+    logprobs, *exact = _reference(*case)
+    assert logprobs.exp().median() > 0.99
+    _, *found = _gradients(*case, torch.bfloat16)
+    for ours, theirs in zip(found, exact, strict=True):
+        error = (ours - theirs).norm() / theirs.norm()
+        cosine = torch.cosine_similarity(ours.double().flatten(), theirs.flatten(), dim=0)
+        assert error < 0.1
+        assert cosine > 0.995
+
+
+@pytest.mark.parametrize("kept_bytes", [head_module.KEPT_BYTES, 7 * VOCAB * 4])
+@pytest.mark.parametrize("margin", [0.0, 4.0, 18.0])
+def test_in_float32_logprobs_and_gradient_are_exact(
+    margin: float, kept_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_module, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(head_module, "CHUNK_BYTES", 5 * VOCAB * 4)
+    case = _confident(margin)
+    (logprobs, *found), (expected, *exact) = _gradients(*case, torch.float32), _reference(*case)
+    torch.testing.assert_close(logprobs, expected.float(), atol=1e-6, rtol=1e-6)
+    for ours, theirs in zip(found, exact, strict=True):
+        assert (ours - theirs).norm() < 1e-5 * theirs.norm()
