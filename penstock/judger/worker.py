@@ -17,6 +17,7 @@ import importlib.util
 import math
 import numbers
 import os
+import select
 import signal
 import socket
 import struct
@@ -180,6 +181,32 @@ def _die_with_parent(parent: int) -> None:
         os._exit(0)
 
 
+def _guard_group() -> None:
+    """Leave a process behind that ends this one's group when it dies, however it dies.
+
+    What the reward function started does not die with it, and the parent that would end the group may be gone too.
+    The guard is nobody's child here: a reward function that waits for all its children does not wait for it.
+    """
+    if os.getpgrp() != os.getpid():  # the group is not this worker's own
+        return
+    try:
+        this = os.pidfd_open(os.getpid())
+    except (AttributeError, OSError):  # not Linux, or an old one: the parent ends the group while it lives
+        return
+    middle = os.fork()
+    if middle:
+        os.close(this)
+        os.waitpid(middle, 0)
+        return
+    if os.fork():
+        os._exit(0)
+    # No descriptor but the one it waits on: a pipe whose other end somebody reads must close with the worker.
+    os.closerange(0, this)
+    os.closerange(this + 1, min(os.sysconf("SC_OPEN_MAX"), 1 << 16))
+    select.select([this], [], [])
+    os.killpg(0, signal.SIGKILL)
+
+
 def _as_verdicts(arguments: list[Any]) -> list[Any]:
     from penstock.rollout import Verdict
 
@@ -196,6 +223,7 @@ def _prepare(setup: Setup) -> Callable[..., Any]:
 
 def main(descriptor: int, parent: int) -> None:
     _die_with_parent(parent)
+    _guard_group()
     pid = os.getpid()
     os.set_inheritable(descriptor, False)
     os.dup2(2, 1)
