@@ -26,7 +26,7 @@ import msgspec
 
 from penstock.judger import worker as worker_program
 from penstock.judger.slots import NoSlot, Slots
-from penstock.judger.worker import Reply, Setup, frame
+from penstock.judger.worker import Arguments, Reply, Setup, frame
 
 WATCH_INTERVAL_S = 0.1
 """How often a running call's process is looked at: alive, and within its memory."""
@@ -232,7 +232,7 @@ class WorkerPool:
     def pids(self) -> list[int]:
         return sorted(worker.process.pid for worker in self._workers)
 
-    async def call(self, arguments: list[Any], wait_until: float) -> Reply:
+    async def call(self, arguments: Arguments, wait_until: float) -> Reply:
         """Run the function in a worker. Waits for a free one until the loop's time `wait_until`. Raises CallFailed."""
         try:
             request = msgspec.msgpack.encode(arguments)

@@ -3,7 +3,7 @@
 Frames are a 4-byte length and msgpack, over one socket whose descriptor is the first argument; the second is the
 parent's process id. What the function prints goes to stderr, so it cannot disturb the channel.
 
-    parent -> worker   Setup once, then [call number, arguments] per call
+    parent -> worker   Setup once, then [call number, arguments] per call; arguments are a list, or a dict by name
     worker -> parent   {"ready": true} or {"failed": reason} once, then one reply per call:
                        {"score": x, "parts": {...}, "text": ...} or {"unjudged": reason}, with "call": its number
 
@@ -32,6 +32,8 @@ MAX_RESULT = 1 << 20
 MAX_REASON = 500
 
 Reply = dict[str, Any]
+Arguments = list[Any] | dict[str, Any]
+"""In order, or by name."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,9 +138,13 @@ def _shorten(value: Any) -> str:
         return "a value that cannot be shown"
 
 
-def run(function: Callable[..., Any], arguments: list[Any]) -> Reply:
+def call_function(function: Callable[..., Any], arguments: Arguments) -> Any:
+    return function(**arguments) if isinstance(arguments, dict) else function(*arguments)
+
+
+def run(function: Callable[..., Any], arguments: Arguments) -> Reply:
     try:
-        return as_reply(function(*arguments))
+        return as_reply(call_function(function, arguments))
     except BaseException as error:  # SystemExit too: a reward function that exits gave no score
         return {"unjudged": describe_error(error), "out_of_memory": isinstance(error, MemoryError)}
 
