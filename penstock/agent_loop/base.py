@@ -270,8 +270,8 @@ class AgentLoop:
         if isinstance(verdict, Verdict) and np.isfinite(verdict.score):
             rollout.reward = verdict
             return
-        reason = verdict.reason if isinstance(verdict, Unjudged) else f"score is {verdict.score}"
-        rollout.fail(Failure(reason=FailureReason.UNJUDGED, message=reason))
+        unjudged = verdict if isinstance(verdict, Unjudged) else Unjudged(f"score is {verdict.score}")
+        rollout.fail(Failure(reason=FailureReason.UNJUDGED, message=unjudged.reason, detail=unjudged.detail))
 
     async def _ask_engine(self, rollout: RolloutState, params: SampleParams, begun: int) -> Completion:
         total = len(rollout.response)

@@ -7,7 +7,8 @@
     handler.py    where a reward function is found again in another process
     pool.py       worker processes that are killed and replaced when they hang
     worker.py     the program such a process runs
-    breaker.py    what holds calls back while a judge is down
+    breaker.py    what holds calls back while a judge is down, and stops a run whose judge cannot work
+    trial.py      check_judgers: a few calls before a model is loaded
 
 Names are loaded when first used: a worker process imports this package and must start fast.
 """
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         reasoning_gym_score,
         weighted_sum,
     )
+    from penstock.judger.trial import check_judgers, try_judger
 
 _HOMES = {
     "ComposedJudger": "composed",
@@ -38,11 +40,13 @@ _HOMES = {
     "NativeJudger": "native",
     "NativeJudgerConfig": "native",
     "as_judger_config": "composed",
+    "check_judgers": "trial",
     "exact_match": "rewards",
     "final_number": "rewards",
     "matching_characters": "rewards",
     "math_equal": "rewards",
     "reasoning_gym_score": "rewards",
+    "try_judger": "trial",
     "weighted_sum": "rewards",
 }
 
@@ -54,11 +58,13 @@ __all__ = [
     "NativeJudger",
     "NativeJudgerConfig",
     "as_judger_config",
+    "check_judgers",
     "exact_match",
     "final_number",
     "matching_characters",
     "math_equal",
     "reasoning_gym_score",
+    "try_judger",
     "weighted_sum",
 ]
 

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import msgspec
 import pydantic
 
-from penstock.judger.breaker import Breaker
+from penstock.judger.breaker import Breaker, Debut
 from penstock.judger.config import JudgerConfig
 from penstock.judger.handler import (
     VERL_NAMES,
@@ -35,7 +35,7 @@ from penstock.judger.handler import (
 )
 from penstock.judger.pool import CallFailed, PoolLimits, WorkerPool
 from penstock.judger.slots import NoSlot, Slots
-from penstock.judger.worker import Arguments, Reply, as_reply, call_function, describe_error
+from penstock.judger.worker import Arguments, Reply, call_function, describe_failure, judge_value
 from penstock.ports import Description, Judger, Local, Placement
 from penstock.rollout import RolloutState, Unjudged, Verdict
 
@@ -103,6 +103,7 @@ class FunctionCaller:
     def __init__(
         self, handler: Handler, limits: PoolLimits, max_concurrency: int, takes_verdicts: bool = False
     ) -> None:
+        self.name = handler_name(handler)
         self._function = resolve_handler(handler)
         self.names = None if takes_verdicts else keyword_names(self._function)
         """By which the function is called; None: in order."""
@@ -123,7 +124,8 @@ class FunctionCaller:
             except NoSlot:
                 raise CallFailed("busy", f"all {self._slots.size} concurrent calls were taken") from None
         if "unjudged" in reply:
-            raise CallFailed("abstention", reply["unjudged"])
+            known = {name: reply[name] for name in ("way", "detail", "plain_bug") if name in reply}
+            raise CallFailed("abstention", reply["unjudged"], **known)
         try:
             verdict = msgspec.convert(reply, Verdict)
         except msgspec.ValidationError as error:  # only a function that writes to the channel itself gets here
@@ -150,9 +152,9 @@ class FunctionCaller:
 
     async def _guarded(self, arguments: Arguments) -> Reply:
         try:
-            return as_reply(await call_function(self._function, arguments))
+            return judge_value(await call_function(self._function, arguments))
         except (Exception, SystemExit) as error:
-            return {"unjudged": describe_error(error)}
+            return describe_failure(error, self._function)
 
     async def close(self) -> None:
         for task in self._abandoned:
@@ -177,9 +179,19 @@ class NativeJudger(Judger):
             name, names = handler_name(config.reward_handler), ", ".join(self._caller.names)
             logger.warning("%s has the signature of verl's reward functions; it is called by name: %s", name, names)
         self._breaker = Breaker(config.breaker_failures, config.breaker_backoff_s, max(60.0, config.breaker_backoff_s))
+        self._debut = Debut(handler_name(config.reward_handler), config.breaker_failures)
         self._cache: collections.OrderedDict[bytes, Verdict] = collections.OrderedDict()
         self._counts: collections.Counter[str] = collections.Counter()
         self._seconds = 0.0
+
+    @property
+    def name(self) -> str:
+        return handler_name(self._config.reward_handler)
+
+    @property
+    def in_workers(self) -> bool:
+        """Whether the function runs in worker processes; otherwise on the event loop."""
+        return self._caller.pool is not None
 
     @property
     def worker_pids(self) -> list[int]:
@@ -214,17 +226,19 @@ class NativeJudger(Judger):
             if failure.cause in _OUR_OWN:
                 self._breaker.leave()
             else:
+                self._debut.fail(failure)
                 self._breaker.fail(failure.reason)
-            return Unjudged(failure.reason)
+            return failure.as_unjudged()
         except BaseException:
             self._breaker.leave()
             raise
+        self._debut.succeed()
         self._breaker.succeed()
         return verdict
 
     async def _call_repeatedly(self, rollout: RolloutState, wait_until: float) -> Verdict:
         """Raises the last call's CallFailed when none of them gave a verdict."""
-        arguments = self._arguments(rollout)
+        arguments = self.arguments(rollout)
         for calls_left in reversed(range(1 + self._config.max_retries)):
             started = asyncio.get_running_loop().time()
             try:
@@ -238,7 +252,13 @@ class NativeJudger(Judger):
                 self._seconds += asyncio.get_running_loop().time() - started
         raise AssertionError("unreachable: the last call returns or raises")
 
-    def _arguments(self, rollout: RolloutState) -> Arguments:
+    async def attempt(self, rollout: RolloutState) -> Verdict:
+        """One call that counts for nothing. Raises CallFailed."""
+        wait_until = asyncio.get_running_loop().time() + self._config.max_wait_s
+        return await self._caller.call(self.arguments(rollout), wait_until)
+
+    def arguments(self, rollout: RolloutState) -> Arguments:
+        """What the function is called with."""
         if self._caller.names is None:
             return [rollout.response_text, rollout.ground_truth, dict(rollout.extra_info)]
         offered = (rollout.data_source, rollout.response_text, rollout.ground_truth, dict(rollout.extra_info))

@@ -5,7 +5,8 @@ parent's process id. What the function prints goes to stderr, so it cannot distu
 
     parent -> worker   Setup once, then [call number, arguments] per call; arguments are a list, or a dict by name
     worker -> parent   {"ready": true} or {"failed": reason} once, then one reply per call:
-                       {"score": x, "parts": {...}, "text": ...} or {"unjudged": reason}, with "call": its number
+                       {"score": x, "parts": {...}, "text": ...} or {"unjudged": reason, "way": ..., "detail": ...,
+                       "plain_bug": ...}, with "call": its number
 
 Only the standard library and msgspec are imported here: a replacement must be ready in a moment.
 """
@@ -23,6 +24,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,6 +32,13 @@ import msgspec
 MAX_RESULT = 1 << 20
 """Characters of text in one result; more is a judge gone wrong."""
 MAX_REASON = 500
+MAX_DETAIL = 4000
+"""Characters of a traceback; the end of a longer one is kept, where the error is."""
+
+PLAIN_BUGS = (TypeError, NameError, AttributeError, ImportError, KeyError, NotImplementedError, SyntaxError)
+"""What a reward function raises because it is wrong, and not because of the answer it was given."""
+
+_CALLERS = (__file__, str(Path(__file__).with_name("native.py")), importlib.__file__)
 
 Reply = dict[str, Any]
 Arguments = list[Any] | dict[str, Any]
@@ -128,6 +137,43 @@ def describe_error(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {message}"[:MAX_REASON].encode(errors="replace").decode()
 
 
+def describe_failure(error: BaseException, function: Callable[..., Any] | None) -> Reply:
+    """Why a call that raised gave no score, in which way (type and place, equal for equal bugs), and its traceback."""
+    import traceback
+
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_machinery(frame.filename)]
+    inner: Any = function
+    while hasattr(inner, "__wrapped__"):
+        inner = inner.__wrapped__
+    code = getattr(inner, "__code__", None)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename] or frames
+    if own:
+        where = f"{own[-1].filename}:{own[-1].lineno}"
+    else:  # it was not even entered
+        where = "?" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+    shown = [*traceback.format_list(frames[-20:]), *traceback.format_exception_only(error)]
+    # A search that found nothing in this answer ends in such an error too.
+    about_nothing = "'NoneType' object" in describe_error(error)
+    return {
+        "unjudged": describe_error(error),
+        "way": f"{type(error).__name__} at {where}",
+        "detail": "".join(shown)[-MAX_DETAIL:].encode(errors="replace").decode(),
+        "plain_bug": isinstance(error, PLAIN_BUGS) and not about_nothing,
+        "out_of_memory": isinstance(error, MemoryError),
+    }
+
+
+def _is_machinery(file: str) -> bool:
+    """Whether a frame is of those who call the function or import it, which say nothing about it."""
+    return file.startswith("<frozen importlib") or file in _CALLERS
+
+
+def judge_value(value: Any) -> Reply:
+    """What a reward function returned as a reply, with the way in which it is no score."""
+    reply = as_reply(value)
+    return reply | {"way": f"returned {type(value).__name__}"} if "unjudged" in reply else reply
+
+
 def _shorten(value: Any) -> str:
     """A short repr. Long text is cut first: the repr of 10 MB takes as much again."""
     if isinstance(value, str | bytes):
@@ -144,9 +190,9 @@ def call_function(function: Callable[..., Any], arguments: Arguments) -> Any:
 
 def run(function: Callable[..., Any], arguments: Arguments) -> Reply:
     try:
-        return as_reply(call_function(function, arguments))
+        return judge_value(call_function(function, arguments))
     except BaseException as error:  # SystemExit too: a reward function that exits gave no score
-        return {"unjudged": describe_error(error), "out_of_memory": isinstance(error, MemoryError)}
+        return describe_failure(error, function)
 
 
 def frame(value: Any) -> bytes:
@@ -238,7 +284,8 @@ def main(descriptor: int, parent: int) -> None:
     try:
         function = _prepare(setup)
     except BaseException as error:
-        channel.sendall(frame({"failed": describe_error(error)}))
+        failure = describe_failure(error, None)
+        channel.sendall(frame({"failed": failure["unjudged"], "detail": failure["detail"]}))
         return
     channel.sendall(frame({"ready": True}))
     while True:

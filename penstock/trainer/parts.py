@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from penstock.judger import JudgerSet
+from penstock.judger import JudgerSet, check_judgers
 from penstock.learn.worker import TorchTrainWorker
 from penstock.models import load_tokenizer, model_context, resolve_model
 from penstock.ports import Engine, Tokenizer, WeightChannel
@@ -133,6 +133,14 @@ def _build_parts(
         if loaded.dropped or loaded.quarantined:
             left_out = f"{loaded.dropped} over-long prompts dropped, {loaded.quarantined} bad rows set aside"
             display.note(f"task {task!r}: {len(loaded)} prompts; {left_out}")
+    tasks = [*config.manager.task_list, *(config.evaluator.tasks if config.evaluator is not None else [])]
+    judged = [(task.task_name, task.judger) for task in tasks]
+    loaded_prompts = prompts | opened.eval_prompts
+    check_judgers(
+        (name, opened.judgers.get(judger), loaded_prompts[name].prompts)
+        for name, judger in judged
+        if judger is not None
+    )
     worker = config.train.build(
         opened.model_dir,
         total_steps=config.total_steps,

@@ -129,7 +129,8 @@ def test_a_module_that_cannot_be_loaded_is_a_reason(make_config, answered, tmp_p
     file.write_text("raise RuntimeError('not today')\n")
     answer = asyncio.run(judger.judge(answered("a")))
     asyncio.run(judger.close())
-    assert answer == Unjudged("the worker could not load the function: raised RuntimeError: not today")
+    assert answer.reason == "the worker could not load the function: raised RuntimeError: not today"
+    assert f'{file}", line 1' in answer.detail
 
 
 def test_a_module_that_hangs_while_it_is_imported_has_a_deadline(make_config, answered, tmp_path):
