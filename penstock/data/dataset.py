@@ -22,7 +22,7 @@ import pydantic
 
 from penstock.config import dotted_name, import_name, nearest
 from penstock.data.files import SUFFIXES, read_rows
-from penstock.data.prompts import Limits, Problem, PromptScan, PromptSet, PromptSourceConfig
+from penstock.data.prompts import Limits, Place, Problem, PromptScan, PromptSet, PromptSourceConfig
 from penstock.errors import ConfigError
 from penstock.ports import Tokenizer
 from penstock.rollout import Prompt, RolloutState, new_rollout
@@ -77,13 +77,13 @@ class DatasetConfig(PromptSourceConfig):
                 if row is not None or not problems:
                     prompt, more = _standard(row, line, lines_of_ids) if convert is None else _converted(convert, row)
                     found = problems + more
-                where = f"{self.path}:{line}"
+                where = Place(str(self.path), line)
                 if prompt is None:
                     scan.refuse(where, found)
                 else:
                     scan.add(where, prompt, found)
         except OSError as error:
-            scan.give_up(f"{self.path}:{line + 1}", Problem("unreadable", f"cannot be read: {error}"))
+            scan.give_up(Place(str(self.path), line + 1), Problem("unreadable", f"cannot be read: {error}"))
         return scan.finish()
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 import pydantic
 
-from penstock.data.prompts import Limits, PromptScan, PromptSet, PromptSourceConfig
+from penstock.data.prompts import Limits, Place, PromptScan, PromptSet, PromptSourceConfig
 from penstock.ports import Tokenizer
 from penstock.rollout import Prompt, new_rollout
 
@@ -63,7 +63,7 @@ class GeneratorConfig(PromptSourceConfig):
         name = type(self).__name__
         scan = PromptScan(tokenizer, Limits(max_tokens, context, data_sources), source=name)
         for number, prompt in enumerate(self.prompts(), start=1):
-            scan.add(f"{name}:{number}", prompt)
+            scan.add(Place(name, number), prompt)
         return scan.finish()
 
     def _ask(self, ground_truth: Any, **values: Any) -> Prompt:

@@ -7,7 +7,10 @@ template, checks it, and keeps going after a bad row, so that one `DatasetError`
 from __future__ import annotations
 
 import abc
+import array
+import bisect
 import collections
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +22,8 @@ from penstock.errors import DatasetError
 from penstock.ports import Tokenizer
 from penstock.rollout import Prompt, pack_ids
 
+HASH_BYTES = 8
+
 LISTED_PROBLEMS = 50
 """How many problems an error spells out; the rest is counted by kind."""
 
@@ -27,6 +32,16 @@ class Problem(NamedTuple):
     kind: str
     """A few words, the same for every row with this problem; what is not listed is counted under it."""
     text: str
+
+
+class Place(NamedTuple):
+    """Where a row stands; shown as `file:line`."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +55,29 @@ class PromptSet:
     """Bad rows set aside because the configuration asked for it."""
     problems: tuple[str, ...] = ()
     """What was wrong with the quarantined rows, as `file:line: problem`."""
+    lines: Sequence[int] = ()
+    """The line of each prompt in its file; empty where there is none."""
+    files: tuple[tuple[int, str], ...] = ()
+    """Which prompts are of which file: the index of its first one, and its name."""
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def place(self, index: int) -> str:
+        """`file:line` of a prompt, or its number where it has none."""
+        if not self.lines:
+            return f"prompt {index + 1}"
+        _, file = self.files[bisect.bisect(self.files, index, key=lambda found: found[0]) - 1]
+        return f"{file}:{self.lines[index]}"
+
+    def row_hashes(self) -> bytes:
+        """Eight bytes for each prompt: of its rendered ids, ground truth, data source, tools and extra information."""
+        encode = msgspec.msgpack.Encoder(order="deterministic").encode
+        hashes = bytearray()
+        for prompt in self.prompts:
+            row = (prompt.ids, prompt.ground_truth, prompt.data_source, prompt.tools, prompt.extra_info)
+            hashes += hashlib.blake2b(encode(row), digest_size=HASH_BYTES).digest()
+        return bytes(hashes)
 
 
 class PromptSourceConfig(Config):
@@ -80,6 +115,8 @@ class PromptScan:
         self._limits = limits
         self._source = source
         self._prompts: list[Prompt] = []
+        self._lines = array.array("q")
+        self._files: list[tuple[int, str]] = []
         self._dropped = 0
         self._bad_rows = 0
         self._unread = False
@@ -88,15 +125,15 @@ class PromptScan:
         self._tools: dict[bytes, tuple[dict[str, Any], ...]] = {}
         self._names: dict[str, str] = {}
 
-    def add(self, where: str, prompt: Prompt, problems: Sequence[Problem] = ()) -> None:
-        """Check and render one prompt. `where` is its `file:line`, `problems` what its row is already blamed for."""
+    def add(self, where: Place, prompt: Prompt, problems: Sequence[Problem] = ()) -> None:
+        """Check and render one prompt. `problems` is what its row is already blamed for."""
         stored = _as_stored(prompt)
         if isinstance(stored, Problem):
             self.refuse(where, [*problems, stored])
             return
         self._check(where, stored, [*problems, *_text_problems(stored)])
 
-    def refuse(self, where: str, problems: Sequence[Problem]) -> None:
+    def refuse(self, where: Place, problems: Sequence[Problem]) -> None:
         """Note a row that cannot be used, with everything that is wrong with it."""
         self._bad_rows += 1
         for kind, text in problems:
@@ -105,7 +142,7 @@ class PromptScan:
             if len(self._listed) < LISTED_PROBLEMS or self._bad_rows <= self._limits.quarantine:
                 self._listed.append(f"{where}: {text}")
 
-    def give_up(self, where: str, problem: Problem) -> None:
+    def give_up(self, where: Place, problem: Problem) -> None:
         """Note that the source cannot be read from here on. No quarantine covers rows that nobody saw."""
         self._unread = True
         self._kinds[problem.kind] += 1
@@ -117,9 +154,11 @@ class PromptScan:
         if not self._prompts:
             reason = f"{self._dropped} dropped as over-long, {self._bad_rows} quarantined"
             raise DatasetError(f"{self._source}: no prompt is left ({reason})")
-        return PromptSet(self._prompts, self._dropped, self._bad_rows, tuple(self._listed))
+        return PromptSet(
+            self._prompts, self._dropped, self._bad_rows, tuple(self._listed), self._lines, tuple(self._files)
+        )
 
-    def _check(self, where: str, prompt: Prompt, problems: list[Problem]) -> None:
+    def _check(self, where: Place, prompt: Prompt, problems: list[Problem]) -> None:
         limits = self._limits
         if limits.data_sources is not None and prompt.data_source not in limits.data_sources:
             hint = nearest(prompt.data_source, list(limits.data_sources))
@@ -134,6 +173,9 @@ class PromptScan:
         if problems:
             self.refuse(where, problems)
         else:
+            if not self._files or self._files[-1][1] != where.file:
+                self._files.append((len(self._prompts), where.file))
+            self._lines.append(where.line)
             self._prompts.append(self._compact(prompt, ids))
 
     def _report(self) -> list[str]:

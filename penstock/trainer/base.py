@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.data import remember_prompts
 from penstock.errors import CheckpointError, PenstockError, RefusedError, StepRefused, StorageError
 from penstock.learn.batch import TrainBatch, prepare_batch
 from penstock.produce import ProduceBatchResult
@@ -160,6 +161,8 @@ class RLTrainer:
     async def _begin(self) -> None:
         for note in self._beginning.notes:
             self._display.note(note)
+        # Before the first draw: what a later resume is compared with.
+        await asyncio.to_thread(remember_prompts, self.run_dir, self.parts.prompts)
         if self._beginning.checkpoint is None:
             if self.parts.buffer.position:
                 raise CheckpointError(f"{self.run_dir}: its ledger holds groups, but there is no checkpoint left")

@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from penstock.data import PromptSet, check_same_prompts
 from penstock.judger import JudgerSet, check_judgers
 from penstock.learn.worker import TorchTrainWorker
 from penstock.models import load_tokenizer, model_context, resolve_model
@@ -41,6 +42,7 @@ class Parts(msgspec.Struct, kw_only=True):
     manager: AgentLoopManager
     evaluator: Evaluator | None
     checkpoints: CheckpointStore
+    prompts: dict[str, PromptSet]
     model_dir: Path
     profile: Profile = OFF
 
@@ -57,6 +59,7 @@ class _Opened:
         display.stage("load")
         self.config = config
         self.display = display
+        self.profile = profile
         self.model_dir = resolve_model(config.model)
         self.tokenizer: Tokenizer = load_tokenizer(self.model_dir)
         self.context = model_context(self.model_dir)
@@ -115,32 +118,23 @@ def build_trainer(
     display = display or make_display(terminal=False)
     checkpoints = CheckpointStore(run_dir / "checkpoints", keep=config.keep_checkpoints, files=files)
     beginning = find_beginning(run_dir, resume, config.describe(), checkpoints)
-    parts = _build_parts(config, run_dir, display, checkpoints, disk, Profile() if profile else OFF)
+    opened = _Opened(config, display, Profile() if profile else OFF)
+    prompts = load_prompts(config.manager.task_list, opened.tokenizer, context=opened.context)
+    if beginning.checkpoint is not None:
+        check_same_prompts(run_dir, prompts)
+    parts = _build_parts(opened, prompts, run_dir, checkpoints, disk)
     return trainer(config, parts, run_dir, display, beginning)
 
 
 def _build_parts(
-    config: RLTrainerConfig,
-    run_dir: Path,
-    display: Display,
-    checkpoints: CheckpointStore,
-    disk: Disk | None,
-    profile: Profile,
+    opened: _Opened, prompts: dict[str, PromptSet], run_dir: Path, checkpoints: CheckpointStore, disk: Disk | None
 ) -> Parts:
-    opened = _Opened(config, display, profile)
-    prompts = load_prompts(config.manager.task_list, opened.tokenizer, context=opened.context)
+    config, profile = opened.config, opened.profile
     for task, loaded in (prompts | opened.eval_prompts).items():
         if loaded.dropped or loaded.quarantined:
             left_out = f"{loaded.dropped} over-long prompts dropped, {loaded.quarantined} bad rows set aside"
-            display.note(f"task {task!r}: {len(loaded)} prompts; {left_out}")
-    tasks = [*config.manager.task_list, *(config.evaluator.tasks if config.evaluator is not None else [])]
-    judged = [(task.task_name, task.judger) for task in tasks]
-    loaded_prompts = prompts | opened.eval_prompts
-    check_judgers(
-        (name, opened.judgers.get(judger), loaded_prompts[name].prompts)
-        for name, judger in judged
-        if judger is not None
-    )
+            opened.display.note(f"task {task!r}: {len(loaded)} prompts; {left_out}")
+    _try_judgers(opened, prompts)
     worker = config.train.build(
         opened.model_dir,
         total_steps=config.total_steps,
@@ -173,8 +167,20 @@ def _build_parts(
         manager=config.manager.build(world),
         evaluator=opened.evaluator(asked, run_dir / "eval_dead_letters.jsonl"),
         checkpoints=checkpoints,
+        prompts=prompts,
         model_dir=opened.model_dir,
         profile=profile,
+    )
+
+
+def _try_judgers(opened: _Opened, prompts: dict[str, PromptSet]) -> None:
+    evaluator = opened.config.evaluator
+    tasks = [(task, prompts[task.task_name]) for task in opened.config.manager.task_list]
+    tasks += [(task, opened.eval_prompts[task.task_name]) for task in (evaluator.tasks if evaluator else [])]
+    check_judgers(
+        (task.task_name, opened.judgers.get(task.judger), found.prompts)
+        for task, found in tasks
+        if task.judger is not None
     )
 
 
