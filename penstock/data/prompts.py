@@ -11,9 +11,9 @@ import array
 import bisect
 import collections
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -26,6 +26,22 @@ HASH_BYTES = 8
 
 LISTED_PROBLEMS = 50
 """How many problems an error spells out; the rest is counted by kind."""
+
+
+ROWS_AT_ONCE = 512
+"""Prompts that are rendered together; a tokenizer that can spreads them over the cores."""
+
+OnProgress = Callable[[int], None]
+"""Told now and then how many rows were read."""
+
+
+@runtime_checkable
+class RendersMany(Protocol):
+    """A tokenizer that renders several conversations without tools faster than one by one."""
+
+    def render_many(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[int]]:
+        """As `render` for each. Raises when one of them cannot be rendered, whichever."""
+        ...
 
 
 class Problem(NamedTuple):
@@ -85,12 +101,19 @@ class PromptSourceConfig(Config):
 
     @abc.abstractmethod
     def load(
-        self, tokenizer: Tokenizer, *, context: int | None, max_tokens: int, data_sources: frozenset[str] | None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        context: int | None,
+        max_tokens: int,
+        data_sources: frozenset[str] | None,
+        on_progress: OnProgress | None = None,
     ) -> PromptSet:
         """Every prompt, rendered and checked. Raises one DatasetError with all problems of all rows.
 
         `context` is the model's limit for prompt and answer together, `max_tokens` the answer's budget,
-        `data_sources` the names that the judger has a branch for; None checks nothing.
+        `data_sources` the names that the judger has a branch for; None checks nothing. `on_progress` is told how many
+        rows were read.
         """
 
 
@@ -110,10 +133,15 @@ class Limits:
 class PromptScan:
     """Collects prompts and problems; `finish` gives the prompts or raises the problems."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits, *, source: str) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, limits: Limits, *, source: str, on_progress: OnProgress | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._source = source
+        self._on_progress = on_progress
+        self._rows = 0
+        self._pending: list[tuple[Place, Prompt | None, list[Problem]]] = []
         self._prompts: list[Prompt] = []
         self._lines = array.array("q")
         self._files: list[tuple[int, str]] = []
@@ -130,11 +158,43 @@ class PromptScan:
         stored = _as_stored(prompt)
         if isinstance(stored, Problem):
             self.refuse(where, [*problems, stored])
-            return
-        self._check(where, stored, [*problems, *_text_problems(stored)])
+        else:
+            self._take(where, stored, [*problems, *_text_problems(stored)])
 
     def refuse(self, where: Place, problems: Sequence[Problem]) -> None:
         """Note a row that cannot be used, with everything that is wrong with it."""
+        self._take(where, None, list(problems))
+
+    def _take(self, where: Place, prompt: Prompt | None, problems: list[Problem]) -> None:
+        self._pending.append((where, prompt, problems))
+        if len(self._pending) >= ROWS_AT_ONCE:
+            self._work_off()
+
+    def _work_off(self) -> None:
+        """Render and check what came in, in that order."""
+        pending, self._pending = self._pending, []
+        rendered = self._render_together([prompt for _, prompt, _ in pending if prompt is not None])
+        for where, prompt, problems in pending:
+            if prompt is None:
+                self._set_aside(where, problems)
+            else:
+                self._check(where, prompt, problems, rendered.get(id(prompt)))
+        self._rows += len(pending)
+        if self._on_progress is not None:
+            self._on_progress(self._rows)
+
+    def _render_together(self, prompts: list[Prompt]) -> dict[int, list[int]]:
+        """Ids by the prompt's identity, of those that can be rendered together; none when one of them cannot be."""
+        plain = [prompt for prompt in prompts if prompt.messages and not prompt.ids and not prompt.tools]
+        if not plain or not isinstance(self._tokenizer, RendersMany):
+            return {}
+        try:
+            ids = self._tokenizer.render_many([prompt.messages for prompt in plain])
+        except Exception:  # one by one then, so that what a template raises is found with its row
+            return {}
+        return {id(prompt): found for prompt, found in zip(plain, ids, strict=True)}
+
+    def _set_aside(self, where: Place, problems: Sequence[Problem]) -> None:
         self._bad_rows += 1
         for kind, text in problems:
             self._kinds[kind] += 1
@@ -144,11 +204,13 @@ class PromptScan:
 
     def give_up(self, where: Place, problem: Problem) -> None:
         """Note that the source cannot be read from here on. No quarantine covers rows that nobody saw."""
+        self._work_off()
         self._unread = True
         self._kinds[problem.kind] += 1
         self._listed.insert(0, f"{where}: {problem.text}")
 
     def finish(self) -> PromptSet:
+        self._work_off()
         if self._unread or self._bad_rows > self._limits.quarantine:
             raise DatasetError(self._report())
         if not self._prompts:
@@ -158,20 +220,20 @@ class PromptScan:
             self._prompts, self._dropped, self._bad_rows, tuple(self._listed), self._lines, tuple(self._files)
         )
 
-    def _check(self, where: Place, prompt: Prompt, problems: list[Problem]) -> None:
+    def _check(self, where: Place, prompt: Prompt, problems: list[Problem], rendered: list[int] | None) -> None:
         limits = self._limits
         if limits.data_sources is not None and prompt.data_source not in limits.data_sources:
             hint = nearest(prompt.data_source, list(limits.data_sources))
             text = f"data_source {prompt.data_source!r} has no judger branch.{hint}"
             problems.append(Problem("data_source without a judger branch", text))
-        ids = self._render(prompt, problems)
+        ids = self._render(prompt, problems, rendered)
         too_long = self._length_problems(len(ids) // 4)
         if too_long and not problems and limits.drop_over_long:
             self._dropped += 1
             return
         problems += too_long
         if problems:
-            self.refuse(where, problems)
+            self._set_aside(where, problems)
         else:
             if not self._files or self._files[-1][1] != where.file:
                 self._files.append((len(self._prompts), where.file))
@@ -189,11 +251,11 @@ class PromptScan:
             listed.append(f"{self._source}: {cap}")
         return listed
 
-    def _render(self, prompt: Prompt, problems: list[Problem]) -> bytes:
+    def _render(self, prompt: Prompt, problems: list[Problem], rendered: list[int] | None) -> bytes:
         if prompt.ids or not prompt.messages:
             return prompt.ids
         try:
-            ids = self._tokenizer.render(prompt.messages, prompt.tools)
+            ids = self._tokenizer.render(prompt.messages, prompt.tools) if rendered is None else rendered
         except Exception as error:  # whatever a chat template raises belongs to the row it was given
             problems.append(Problem("refused by the chat template", f"the chat template refuses it: {error}"))
             return b""
