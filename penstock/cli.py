@@ -387,10 +387,18 @@ def _load_module(name: str) -> ModuleType:
         )
     if not path.is_file():
         raise ConfigError(f"configuration file {name} does not exist")
-    # As when Python runs the file: its neighbours can be imported, and worker processes find its functions by name.
-    sys.path.insert(0, str(path.parent.resolve()))
-    taken = path.stem in sys.modules or not path.stem.isidentifier()
-    return _run_file(path, f"penstock_configuration_{path.stem}" if taken else path.stem)
+    # Its neighbours can be imported, and worker processes find its functions by name. Last, unlike when Python runs a
+    # file: a neighbour called `json` or `torch`, or the file itself, does not stand in for the library.
+    sys.path.append(str(path.parent.resolve()))
+    return _run_file(path, path.stem if _is_found_as(path.stem, path) else f"penstock_configuration_{path.stem}")
+
+
+def _is_found_as(module_name: str, path: Path) -> bool:
+    """Whether an import of this name, now or in a worker process, finds this file."""
+    if module_name in sys.modules or not module_name.isidentifier():
+        return False
+    spec = importlib.util.find_spec(module_name)
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path.resolve()
 
 
 def _run_file(path: Path, module_name: str) -> ModuleType:

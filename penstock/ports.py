@@ -231,7 +231,10 @@ class Judger(abc.ABC):
 
     @abc.abstractmethod
     async def judge(self, rollout: RolloutState) -> Verdict | Unjudged:
-        """A finite score or the reason why not, within the judger's own deadline. Never raises for a bad judge."""
+        """A finite score or the reason why not, within the judger's own deadline.
+
+        Raises UserFunctionError for a judge that cannot work at all, and nothing for one that is down.
+        """
 
     async def judge_group(self, group: Group) -> list[Verdict | Unjudged]:
         """One answer per rollout, in order."""

@@ -106,6 +106,8 @@ class Unjudged(msgspec.Struct, frozen=True, gc=False):
     """No score, and why. Never turned into a number."""
 
     reason: str
+    detail: str = ""
+    """What helps to mend the judge, such as the traceback of a function that raised; a few thousand characters."""
 
 
 class FailureReason(enum.StrEnum):
@@ -157,6 +159,8 @@ class Failure(msgspec.Struct, frozen=True, gc=False):
     message: str
     infrastructure: bool = False
     """Whether another engine or another try may help; decides whose budget pays."""
+    detail: str = ""
+    """What helps to mend the cause, such as the traceback of a judge."""
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):

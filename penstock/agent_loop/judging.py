@@ -15,8 +15,8 @@ def take_verdict(rollout: RolloutState, verdict: Verdict | Unjudged) -> None:
     if isinstance(verdict, Verdict) and math.isfinite(verdict.score):
         rollout.reward = verdict
         return
-    reason = verdict.reason if isinstance(verdict, Unjudged) else f"score is {verdict.score}"
-    rollout.fail(Failure(reason=FailureReason.UNJUDGED, message=reason))
+    unjudged = verdict if isinstance(verdict, Unjudged) else Unjudged(f"score is {verdict.score}")
+    rollout.fail(Failure(reason=FailureReason.UNJUDGED, message=unjudged.reason, detail=unjudged.detail))
 
 
 async def judge_within(

@@ -4,6 +4,7 @@ from penstock.data.dataset import DatasetConfig
 from penstock.data.generators import AdditionConfig, GeneratorConfig, ReverseWordConfig, SortLettersConfig, WordConfig
 from penstock.data.gym import ReasoningGymConfig
 from penstock.data.prompts import PromptSet, PromptSourceConfig
+from penstock.data.sameness import check_same_prompts, remember_prompts
 from penstock.data.sampler import EndOfData, Sampler, SamplerConfig, WaitingGroups
 
 __all__ = [
@@ -20,4 +21,6 @@ __all__ = [
     "SortLettersConfig",
     "WaitingGroups",
     "WordConfig",
+    "check_same_prompts",
+    "remember_prompts",
 ]

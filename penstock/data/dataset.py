@@ -1,37 +1,41 @@
-"""Prompts from a JSONL or Parquet file, every row checked before anything else of a run begins.
+"""Prompts from files, every row checked before anything else of a run begins.
 
-A row, in the layout that datasets of this field already have:
-
-    {"prompt": "text" or [{"role": ..., "content": ...}, ...],
-     "reward_model": {"ground_truth": ...},
-     "data_source": "gsm8k",
-     "extra_info": {...},          optional, handed to the judger
-     "id": "gsm8k-17",             optional, unique in the file; found again in extra_info
-     "tools": [{...}, ...]}        optional, JSON schemas for the chat template
-
-Other keys are ignored. Any other layout is converted by `to_rollout`.
+A dataset is a JSONL, Parquet or Arrow file, several of them, a directory of them, or a directory that Hugging Face's
+`datasets` saved. What a row looks like is in `layout.py`; any other layout is named by column or converted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
 
-from penstock.config import dotted_name, import_name, nearest
-from penstock.data.files import SUFFIXES, read_rows
-from penstock.data.prompts import Limits, Problem, PromptScan, PromptSet, PromptSourceConfig
-from penstock.errors import ConfigError
+from penstock.config import import_name, nearest
+from penstock.data.files import SUFFIXES, Row, files_of, read_rows
+from penstock.data.layout import Layout, converted, standard
+from penstock.data.prompts import Limits, OnProgress, Place, Problem, PromptScan, PromptSet, PromptSourceConfig
+from penstock.errors import ConfigError, DatasetError
 from penstock.ports import Tokenizer
-from penstock.rollout import Prompt, RolloutState, new_rollout
+from penstock.rollout import RolloutState
+
+ROWS_LOOKED_AT = 20
+"""So many first rows that all lack a column are a file of another layout, and not so many bad rows."""
 
 
 class DatasetConfig(PromptSourceConfig):
-    """Prompts from a file of rows, JSONL or Parquet; see `to_rollout` for rows of another layout."""
+    """Prompts from files of rows, JSONL, Parquet or a saved dataset; see `to_rollout` for rows of another layout."""
 
-    path: Path
+    path: Path | list[Path]
+    """A file, a directory of files, or several of either, in this order."""
+    prompt: str = pydantic.Field(default="prompt", min_length=1)
+    """The column of the prompt: a text, or a list of messages."""
+    label: str | None = pydantic.Field(default=None, min_length=1)
+    """The column of the ground truth; None for `reward_model.ground_truth`."""
+    data_source: str | None = pydantic.Field(default=None, min_length=1)
+    """Of rows that name none."""
     to_rollout: Callable[[Any], RolloutState] | str | None = None
     """Turns a row of another layout into a rollout (`penstock.rollout.new_rollout`); a function or its dotted path."""
     max_prompt_tokens: int | None = pydantic.Field(default=None, ge=1)
@@ -42,14 +46,18 @@ class DatasetConfig(PromptSourceConfig):
     max_line_bytes: int = pydantic.Field(default=16 << 20, ge=1)
     """A longer line of a JSONL file is a problem, and is never held in memory."""
 
+    @property
+    def paths(self) -> list[Path]:
+        return self.path if isinstance(self.path, list) else [self.path]
+
     def problems(self) -> Iterator[str]:
-        if self.path.suffix not in SUFFIXES:
-            hint = nearest(self.path.suffix, list(SUFFIXES))
-            yield f"path is {str(self.path)!r}; a dataset is JSONL or Parquet.{hint}"
-        if not self.path.exists():
-            yield f"path is {str(self.path)!r}; there is no such file.{_near_file(self.path)}"
-        elif not self.path.is_file():
-            yield f"path is {str(self.path)!r}; it must be a file."
+        if not self.paths:
+            yield "path is an empty list; it must name at least 1 file."
+        for path in self.paths:
+            yield from _path_problems(path)
+        named = [name for name in ("prompt", "label", "data_source") if name in self.model_fields_set]
+        if self.to_rollout is not None and named:
+            yield f"to_rollout is given and {' and '.join(named)} too; the function decides what a row's parts are."
         if isinstance(self.to_rollout, str):
             try:
                 if not callable(import_name(self.to_rollout)):
@@ -58,7 +66,13 @@ class DatasetConfig(PromptSourceConfig):
                 yield f"to_rollout: {error}"
 
     def load(
-        self, tokenizer: Tokenizer, *, context: int | None, max_tokens: int, data_sources: frozenset[str] | None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        context: int | None,
+        max_tokens: int,
+        data_sources: frozenset[str] | None,
+        on_progress: OnProgress | None = None,
     ) -> PromptSet:
         self.check()
         limits = Limits(
@@ -69,136 +83,66 @@ class DatasetConfig(PromptSourceConfig):
             drop_over_long=self.over_long == "drop",
             quarantine=self.quarantine,
         )
-        scan = PromptScan(tokenizer, limits, source=str(self.path))
+        scan = PromptScan(tokenizer, limits, source=", ".join(map(str, self.paths)), on_progress=on_progress)
         convert = import_name(self.to_rollout) if isinstance(self.to_rollout, str) else self.to_rollout
-        lines_of_ids: dict[str, int] = {}
-        line = 0
-        try:
-            for line, row, problems in read_rows(self.path, self.max_line_bytes):
-                prompt, found = None, problems
-                if row is not None or not problems:
-                    prompt, more = _standard(row, line, lines_of_ids) if convert is None else _converted(convert, row)
-                    found = problems + more
-                where = f"{self.path}:{line}"
-                if prompt is None:
-                    scan.refuse(where, found)
-                else:
-                    scan.add(where, prompt, found)
-        except OSError as error:
-            scan.give_up(f"{self.path}:{line + 1}", Problem("unreadable", f"cannot be read: {error}"))
+        layout = Layout(self.prompt, self.label, self.data_source)
+        for file in itertools.chain.from_iterable(files_of(path) for path in self.paths):
+            line, lines_of_ids = 0, dict[str, int]()
+            try:
+                rows = read_rows(file, self.max_line_bytes, {"tools", self.prompt})
+                if convert is None:
+                    rows = _refuse_other_layout(rows, layout, file)
+                for line, row, problems in rows:
+                    prompt, found = None, problems
+                    if row is not None or not problems:
+                        prompt, more = (
+                            standard(row, line, lines_of_ids, layout) if convert is None else converted(convert, row)
+                        )
+                        found = problems + more
+                    where = Place(str(file), line)
+                    if prompt is None:
+                        scan.refuse(where, found)
+                    else:
+                        scan.add(where, prompt, found)
+            except OSError as error:
+                scan.give_up(Place(str(file), line + 1), Problem("unreadable", f"cannot be read: {error}"))
         return scan.finish()
+
+
+def _path_problems(path: Path) -> Iterator[str]:
+    try:
+        path.resolve(strict=True)
+    except FileNotFoundError:
+        yield f"path is {str(path)!r}; there is no such file.{_near_file(path)}"
+        return
+    except (OSError, RuntimeError) as error:  # RuntimeError: a symlink that leads to itself, before Python 3.13
+        yield f"path is {str(path)!r}; it cannot be used: {error}"
+        return
+    if path.is_dir():
+        try:
+            if not files_of(path):
+                yield f"path is {str(path)!r}; the directory has no file that ends in {', '.join(SUFFIXES)}."
+        except DatasetError as error:
+            yield f"path is {str(path)!r}; {error}"
+    elif path.suffix not in SUFFIXES:
+        hint = nearest(path.suffix, list(SUFFIXES))
+        yield f"path is {str(path)!r}; a dataset is JSONL, Parquet or Arrow.{hint}"
+    elif not path.is_file():
+        yield f"path is {str(path)!r}; it must be a file."
 
 
 def _near_file(path: Path) -> str:
     siblings = [file.name for file in path.parent.glob("*") if file.suffix in SUFFIXES] if path.parent.is_dir() else []
+    siblings = [name for name in siblings if name != path.name]
     return nearest(path.name, siblings[:20]) if siblings else ""
 
 
-def _converted(convert: Callable[[Any], Any], row: Any) -> tuple[Prompt | None, list[Problem]]:
-    name = dotted_name(convert)
-    try:
-        rollout = convert(row)
-    except Exception as error:  # a user's function may raise anything; it belongs to the row
-        return None, [Problem("to_rollout failed", f"{name} raised {type(error).__name__}: {error}")]
-    if not isinstance(rollout, RolloutState):
-        text = f"{name} returned {type(rollout).__name__}; it must return a RolloutState"
-        return None, [Problem("to_rollout failed", text)]
-    return rollout.prompt, []
-
-
-def _standard(row: Any, line: int, lines_of_ids: dict[str, int]) -> tuple[Prompt | None, list[Problem]]:
-    """The prompt of a row in the standard layout, or everything that is wrong with it."""
-    if not isinstance(row, dict):
-        return None, [_mistyped("the row", row, "an object")]
-    problems = [
-        *_prompt_problems(row),
-        *_answer_problems(row),
-        *_field_problems(row),
-        *_id_problems(row.get("id"), line, lines_of_ids),
-    ]
-    if problems:
-        return None, problems
-    extra_info = row.get("extra_info") or {}
-    if row.get("id") is not None:
-        extra_info = {"id": row["id"]} | extra_info
-    rollout = new_rollout(
-        row["prompt"],
-        ground_truth=row["reward_model"]["ground_truth"],
-        data_source=row["data_source"],
-        tools=row.get("tools") or (),
-        extra_info=extra_info,
-    )
-    return rollout.prompt, []
-
-
-def _prompt_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
-    prompt = row.get("prompt")
-    if prompt is None:
-        yield _missing("prompt", row)
-    elif not isinstance(prompt, str | list):
-        yield _mistyped("prompt", prompt, "a text or a list of messages")
-    elif not prompt:
-        yield Problem("empty prompt", "prompt is empty")
-    elif isinstance(prompt, list):
-        for index, message in enumerate(prompt):
-            yield from _message_problems(f"prompt[{index}]", message)
-
-
-def _message_problems(name: str, message: Any) -> Iterator[Problem]:
-    if not isinstance(message, dict):
-        yield _mistyped(name, message, "an object with role and content")
-        return
-    role, content = message.get("role"), message.get("content")
-    if role is None:
-        yield _missing(f"{name}.role", message)
-    elif not isinstance(role, str):
-        yield _mistyped(f"{name}.role", role, "a text")
-    # An assistant's turn that only calls tools has no content.
-    if content is None and not message.get("tool_calls"):
-        yield _missing(f"{name}.content", message)
-    elif content is not None and not isinstance(content, str):
-        yield _mistyped(f"{name}.content", content, "a text")
-
-
-def _answer_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
-    reward_model = row.get("reward_model")
-    if reward_model is None:
-        yield _missing("reward_model", row)
-    elif not isinstance(reward_model, dict):
-        yield _mistyped("reward_model", reward_model, "an object with ground_truth")
-    elif reward_model.get("ground_truth") is None:
-        yield _missing("reward_model.ground_truth", reward_model)
-
-
-def _field_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
-    data_source, extra_info, tools = row.get("data_source"), row.get("extra_info"), row.get("tools")
-    if data_source is None:
-        yield _missing("data_source", row)
-    elif not isinstance(data_source, str) or not data_source:
-        yield _mistyped("data_source", data_source, "a text that is not empty")
-    if extra_info is not None and not isinstance(extra_info, dict):
-        yield _mistyped("extra_info", extra_info, "an object")
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        yield _mistyped("tools", tools, "a list of objects")
-
-
-def _id_problems(row_id: Any, line: int, lines_of_ids: dict[str, int]) -> Iterator[Problem]:
-    if row_id is None:
-        return
-    if isinstance(row_id, bool) or not isinstance(row_id, str | int):
-        yield _mistyped("id", row_id, "a text or a whole number")
-        return
-    first = lines_of_ids.setdefault(str(row_id), line)
-    if first != line:
-        yield Problem("duplicate id", f"id {row_id!r} is already used in line {first}")
-
-
-def _missing(name: str, row: Mapping[str, Any]) -> Problem:
-    present = ", ".join(sorted(key for key in row if row[key] is not None)[:10])
-    return Problem("missing field", f"{name} is missing; there is {present or 'nothing'}")
-
-
-def _mistyped(name: str, value: Any, rule: str) -> Problem:
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-    return Problem("mistyped field", f"{name} is {shown}; it must be {rule}")
+def _refuse_other_layout(rows: Iterator[Row], layout: Layout, file: Path) -> Iterator[Row]:
+    """The same rows; raises DatasetError, once, for a file whose rows all lack what a prompt is made of."""
+    first = list(itertools.islice(rows, ROWS_LOOKED_AT))
+    readable = [row for _, row, _ in first if isinstance(row, dict)]
+    missing = set.intersection(*(layout.missing(row) for row in readable)) if readable else set()
+    if missing:
+        columns = list(dict.fromkeys(name for row in readable for name in row if row[name] is not None))
+        raise DatasetError(f"{file}: {layout.advice(missing, columns)}")
+    return itertools.chain(first, rows)

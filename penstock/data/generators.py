@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 import pydantic
 
-from penstock.data.prompts import Limits, PromptScan, PromptSet, PromptSourceConfig
+from penstock.data.prompts import Limits, OnProgress, Place, PromptScan, PromptSet, PromptSourceConfig
 from penstock.ports import Tokenizer
 from penstock.rollout import Prompt, new_rollout
 
@@ -57,13 +57,19 @@ class GeneratorConfig(PromptSourceConfig):
         """The split's prompts, not yet rendered."""
 
     def load(
-        self, tokenizer: Tokenizer, *, context: int | None, max_tokens: int, data_sources: frozenset[str] | None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        context: int | None,
+        max_tokens: int,
+        data_sources: frozenset[str] | None,
+        on_progress: OnProgress | None = None,
     ) -> PromptSet:
         self.check()
         name = type(self).__name__
-        scan = PromptScan(tokenizer, Limits(max_tokens, context, data_sources), source=name)
+        scan = PromptScan(tokenizer, Limits(max_tokens, context, data_sources), source=name, on_progress=on_progress)
         for number, prompt in enumerate(self.prompts(), start=1):
-            scan.add(f"{name}:{number}", prompt)
+            scan.add(Place(name, number), prompt)
         return scan.finish()
 
     def _ask(self, ground_truth: Any, **values: Any) -> Prompt:

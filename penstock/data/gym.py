@@ -93,7 +93,7 @@ class ReasoningGymConfig(GeneratorConfig):
         where = f"ReasoningGymConfig: task {self.name!r} cannot be used"
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "penstock.data.gym_rows"],
+                [sys.executable, "-P", "-m", "penstock.data.gym_rows"],
                 input=json.dumps(order),
                 capture_output=True,
                 text=True,

@@ -7,10 +7,13 @@ template, checks it, and keeps going after a bad row, so that one `DatasetError`
 from __future__ import annotations
 
 import abc
+import array
+import bisect
 import collections
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -19,14 +22,42 @@ from penstock.errors import DatasetError
 from penstock.ports import Tokenizer
 from penstock.rollout import Prompt, pack_ids
 
+HASH_BYTES = 8
+
 LISTED_PROBLEMS = 50
 """How many problems an error spells out; the rest is counted by kind."""
+
+
+ROWS_AT_ONCE = 512
+"""Prompts that are rendered together; a tokenizer that can spreads them over the cores."""
+
+OnProgress = Callable[[int], None]
+"""Told now and then how many rows were read."""
+
+
+@runtime_checkable
+class RendersMany(Protocol):
+    """A tokenizer that renders several conversations without tools faster than one by one."""
+
+    def render_many(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[int]]:
+        """As `render` for each. Raises when one of them cannot be rendered, whichever."""
+        ...
 
 
 class Problem(NamedTuple):
     kind: str
     """A few words, the same for every row with this problem; what is not listed is counted under it."""
     text: str
+
+
+class Place(NamedTuple):
+    """Where a row stands; shown as `file:line`."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +71,29 @@ class PromptSet:
     """Bad rows set aside because the configuration asked for it."""
     problems: tuple[str, ...] = ()
     """What was wrong with the quarantined rows, as `file:line: problem`."""
+    lines: Sequence[int] = ()
+    """The line of each prompt in its file; empty where there is none."""
+    files: tuple[tuple[int, str], ...] = ()
+    """Which prompts are of which file: the index of its first one, and its name."""
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def place(self, index: int) -> str:
+        """`file:line` of a prompt, or its number where it has none."""
+        if not self.lines:
+            return f"prompt {index + 1}"
+        _, file = self.files[bisect.bisect(self.files, index, key=lambda found: found[0]) - 1]
+        return f"{file}:{self.lines[index]}"
+
+    def row_hashes(self) -> bytes:
+        """Eight bytes for each prompt: of its rendered ids, ground truth, data source, tools and extra information."""
+        encode = msgspec.msgpack.Encoder(order="deterministic").encode
+        hashes = bytearray()
+        for prompt in self.prompts:
+            row = (prompt.ids, prompt.ground_truth, prompt.data_source, prompt.tools, prompt.extra_info)
+            hashes += hashlib.blake2b(encode(row), digest_size=HASH_BYTES).digest()
+        return bytes(hashes)
 
 
 class PromptSourceConfig(Config):
@@ -50,12 +101,19 @@ class PromptSourceConfig(Config):
 
     @abc.abstractmethod
     def load(
-        self, tokenizer: Tokenizer, *, context: int | None, max_tokens: int, data_sources: frozenset[str] | None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        context: int | None,
+        max_tokens: int,
+        data_sources: frozenset[str] | None,
+        on_progress: OnProgress | None = None,
     ) -> PromptSet:
         """Every prompt, rendered and checked. Raises one DatasetError with all problems of all rows.
 
         `context` is the model's limit for prompt and answer together, `max_tokens` the answer's budget,
-        `data_sources` the names that the judger has a branch for; None checks nothing.
+        `data_sources` the names that the judger has a branch for; None checks nothing. `on_progress` is told how many
+        rows were read.
         """
 
 
@@ -75,11 +133,18 @@ class Limits:
 class PromptScan:
     """Collects prompts and problems; `finish` gives the prompts or raises the problems."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits, *, source: str) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, limits: Limits, *, source: str, on_progress: OnProgress | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._source = source
+        self._on_progress = on_progress
+        self._rows = 0
+        self._pending: list[tuple[Place, Prompt | None, list[Problem]]] = []
         self._prompts: list[Prompt] = []
+        self._lines = array.array("q")
+        self._files: list[tuple[int, str]] = []
         self._dropped = 0
         self._bad_rows = 0
         self._unread = False
@@ -88,16 +153,48 @@ class PromptScan:
         self._tools: dict[bytes, tuple[dict[str, Any], ...]] = {}
         self._names: dict[str, str] = {}
 
-    def add(self, where: str, prompt: Prompt, problems: Sequence[Problem] = ()) -> None:
-        """Check and render one prompt. `where` is its `file:line`, `problems` what its row is already blamed for."""
+    def add(self, where: Place, prompt: Prompt, problems: Sequence[Problem] = ()) -> None:
+        """Check and render one prompt. `problems` is what its row is already blamed for."""
         stored = _as_stored(prompt)
         if isinstance(stored, Problem):
             self.refuse(where, [*problems, stored])
-            return
-        self._check(where, stored, [*problems, *_text_problems(stored)])
+        else:
+            self._take(where, stored, [*problems, *_text_problems(stored)])
 
-    def refuse(self, where: str, problems: Sequence[Problem]) -> None:
+    def refuse(self, where: Place, problems: Sequence[Problem]) -> None:
         """Note a row that cannot be used, with everything that is wrong with it."""
+        self._take(where, None, list(problems))
+
+    def _take(self, where: Place, prompt: Prompt | None, problems: list[Problem]) -> None:
+        self._pending.append((where, prompt, problems))
+        if len(self._pending) >= ROWS_AT_ONCE:
+            self._work_off()
+
+    def _work_off(self) -> None:
+        """Render and check what came in, in that order."""
+        pending, self._pending = self._pending, []
+        rendered = self._render_together([prompt for _, prompt, _ in pending if prompt is not None])
+        for where, prompt, problems in pending:
+            if prompt is None:
+                self._set_aside(where, problems)
+            else:
+                self._check(where, prompt, problems, rendered.get(id(prompt)))
+        self._rows += len(pending)
+        if self._on_progress is not None:
+            self._on_progress(self._rows)
+
+    def _render_together(self, prompts: list[Prompt]) -> dict[int, list[int]]:
+        """Ids by the prompt's identity, of those that can be rendered together; none when one of them cannot be."""
+        plain = [prompt for prompt in prompts if prompt.messages and not prompt.ids and not prompt.tools]
+        if not plain or not isinstance(self._tokenizer, RendersMany):
+            return {}
+        try:
+            ids = self._tokenizer.render_many([prompt.messages for prompt in plain])
+        except Exception:  # one by one then, so that what a template raises is found with its row
+            return {}
+        return {id(prompt): found for prompt, found in zip(plain, ids, strict=True)}
+
+    def _set_aside(self, where: Place, problems: Sequence[Problem]) -> None:
         self._bad_rows += 1
         for kind, text in problems:
             self._kinds[kind] += 1
@@ -105,35 +202,42 @@ class PromptScan:
             if len(self._listed) < LISTED_PROBLEMS or self._bad_rows <= self._limits.quarantine:
                 self._listed.append(f"{where}: {text}")
 
-    def give_up(self, where: str, problem: Problem) -> None:
+    def give_up(self, where: Place, problem: Problem) -> None:
         """Note that the source cannot be read from here on. No quarantine covers rows that nobody saw."""
+        self._work_off()
         self._unread = True
         self._kinds[problem.kind] += 1
         self._listed.insert(0, f"{where}: {problem.text}")
 
     def finish(self) -> PromptSet:
+        self._work_off()
         if self._unread or self._bad_rows > self._limits.quarantine:
             raise DatasetError(self._report())
         if not self._prompts:
             reason = f"{self._dropped} dropped as over-long, {self._bad_rows} quarantined"
             raise DatasetError(f"{self._source}: no prompt is left ({reason})")
-        return PromptSet(self._prompts, self._dropped, self._bad_rows, tuple(self._listed))
+        return PromptSet(
+            self._prompts, self._dropped, self._bad_rows, tuple(self._listed), self._lines, tuple(self._files)
+        )
 
-    def _check(self, where: str, prompt: Prompt, problems: list[Problem]) -> None:
+    def _check(self, where: Place, prompt: Prompt, problems: list[Problem], rendered: list[int] | None) -> None:
         limits = self._limits
         if limits.data_sources is not None and prompt.data_source not in limits.data_sources:
             hint = nearest(prompt.data_source, list(limits.data_sources))
             text = f"data_source {prompt.data_source!r} has no judger branch.{hint}"
             problems.append(Problem("data_source without a judger branch", text))
-        ids = self._render(prompt, problems)
+        ids = self._render(prompt, problems, rendered)
         too_long = self._length_problems(len(ids) // 4)
         if too_long and not problems and limits.drop_over_long:
             self._dropped += 1
             return
         problems += too_long
         if problems:
-            self.refuse(where, problems)
+            self._set_aside(where, problems)
         else:
+            if not self._files or self._files[-1][1] != where.file:
+                self._files.append((len(self._prompts), where.file))
+            self._lines.append(where.line)
             self._prompts.append(self._compact(prompt, ids))
 
     def _report(self) -> list[str]:
@@ -147,11 +251,11 @@ class PromptScan:
             listed.append(f"{self._source}: {cap}")
         return listed
 
-    def _render(self, prompt: Prompt, problems: list[Problem]) -> bytes:
+    def _render(self, prompt: Prompt, problems: list[Problem], rendered: list[int] | None) -> bytes:
         if prompt.ids or not prompt.messages:
             return prompt.ids
         try:
-            ids = self._tokenizer.render(prompt.messages, prompt.tools)
+            ids = self._tokenizer.render(prompt.messages, prompt.tools) if rendered is None else rendered
         except Exception as error:  # whatever a chat template raises belongs to the row it was given
             problems.append(Problem("refused by the chat template", f"the chat template refuses it: {error}"))
             return b""

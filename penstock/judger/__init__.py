@@ -7,7 +7,8 @@
     handler.py    where a reward function is found again in another process
     pool.py       worker processes that are killed and replaced when they hang
     worker.py     the program such a process runs
-    breaker.py    what holds calls back while a judge is down
+    breaker.py    what holds calls back while a judge is down, and stops a run whose judge cannot work
+    trial.py      check_judgers: a few calls before a model is loaded
 
 Names are loaded when first used: a worker process imports this package and must start fast.
 """
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         reasoning_gym_score,
         weighted_sum,
     )
+    from penstock.judger.trial import check_judgers, try_judger
     from penstock.ports import Judger
 
 _HOMES = {
@@ -40,11 +42,13 @@ _HOMES = {
     "NativeJudger": "penstock.judger.native",
     "NativeJudgerConfig": "penstock.judger.native",
     "as_judger_config": "penstock.judger.composed",
+    "check_judgers": "penstock.judger.trial",
     "exact_match": "penstock.judger.rewards",
     "final_number": "penstock.judger.rewards",
     "matching_characters": "penstock.judger.rewards",
     "math_equal": "penstock.judger.rewards",
     "reasoning_gym_score": "penstock.judger.rewards",
+    "try_judger": "penstock.judger.trial",
     "weighted_sum": "penstock.judger.rewards",
 }
 
@@ -57,11 +61,13 @@ __all__ = [
     "NativeJudger",
     "NativeJudgerConfig",
     "as_judger_config",
+    "check_judgers",
     "exact_match",
     "final_number",
     "matching_characters",
     "math_equal",
     "reasoning_gym_score",
+    "try_judger",
     "weighted_sum",
 ]
 

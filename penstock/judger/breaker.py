@@ -7,12 +7,18 @@
 An open breaker does not answer at once, because a pipeline that is answered at once draws the next prompt and so eats
 its dataset while the judge is down. It makes calls wait, which is back-pressure: nothing new is drawn, nothing spins.
 Only a call that reaches its own bound is told that there is no verdict.
+
+A rest helps a judge that worked before. One that never gave a verdict and always fails in the same way is wrong:
+`Debut` stops the run, with its traceback.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+
+from penstock.errors import UserFunctionError
+from penstock.judger.pool import CallFailed
 
 logger = logging.getLogger(__name__)
 
@@ -97,3 +103,35 @@ class Breaker:
         for woken in self._waiting:
             if not woken.done():
                 woken.set_result(None)
+
+
+SAME_PLAIN_BUGS = 8
+"""Rollouts after which a judge that raises a TypeError or the like for each of them is believed to be wrong."""
+
+
+class Debut:
+    """Until a judge has given its first verdict: whether it fails for all rollouts in the same way."""
+
+    def __init__(self, name: str, failures: int) -> None:
+        self._name = name
+        self._limit = failures
+        self._worked = False
+        self._way = ""
+        self._in_a_row = 0
+
+    def succeed(self) -> None:
+        self._worked = True
+
+    def fail(self, failure: CallFailed) -> None:
+        """Count a rollout without a verdict. Raises UserFunctionError when the judge cannot work."""
+        if self._worked:
+            return
+        self._in_a_row = self._in_a_row + 1 if failure.way and failure.way == self._way else 1
+        self._way = failure.way
+        limit = min(SAME_PLAIN_BUGS, self._limit) if failure.plain_bug else self._limit
+        if failure.way and self._in_a_row >= limit:
+            raise UserFunctionError(
+                f"the judge {self._name} gave no verdict for any of the first {self._in_a_row} rollouts, each time "
+                f"the same ({failure.way}): {failure.reason}\n{failure.detail}".rstrip()
+                + "\nMend it, or return a score for such answers, and start again."
+            )

@@ -11,6 +11,7 @@ import pydantic
 
 from penstock.config import nearest
 from penstock.errors import ConfigError
+from penstock.judger.breaker import Debut
 from penstock.judger.config import JudgerConfig, build_part
 from penstock.judger.handler import handler_problems
 from penstock.judger.native import FunctionCaller, NativeJudgerConfig, Seconds
@@ -20,6 +21,10 @@ from penstock.rollout import Group, RolloutState, Unjudged, Verdict
 
 MERGE_WAIT_S = 600.0
 """Longest wait for the worker that merges, as long as a native judger's default."""
+
+
+MERGE_FAILURES = 20
+"""Rollouts that a merge function fails for in the same way before it is believed to be wrong."""
 
 
 class ComposedJudgerConfig(JudgerConfig):
@@ -112,14 +117,14 @@ async def _judge_all(judger: Judger, group: Group) -> list[Verdict | Unjudged]:
 
 class _Several(Judger):
     def __init__(self, parts: Mapping[str, Judger]) -> None:
-        self._parts = dict(parts)
+        self.parts = dict(parts)
 
     async def metrics(self) -> dict[str, float]:
-        told = {name: await part.metrics() for name, part in self._parts.items()}
+        told = {name: await part.metrics() for name, part in self.parts.items()}
         return {f"{name}/{key}": value for name, metrics in told.items() for key, value in metrics.items()}
 
     async def close(self) -> None:
-        for part in self._parts.values():
+        for part in self.parts.values():
             await part.close()
 
 
@@ -128,22 +133,22 @@ class ComposedJudger(_Several):
 
     def __init__(self, branches: Mapping[str, Judger]) -> None:
         super().__init__(branches)
-        self.relative = any(branch.relative for branch in self._parts.values())
+        self.relative = any(branch.relative for branch in self.parts.values())
 
     async def judge(self, rollout: RolloutState) -> Verdict | Unjudged:
-        branch = self._parts.get(rollout.data_source)
+        branch = self.parts.get(rollout.data_source)
         return self._no_branch(rollout) if branch is None else await branch.judge(rollout)
 
     async def judge_group(self, group: Group) -> list[Verdict | Unjudged]:
         """The rollouts of a group share their prompt, so one branch judges them all."""
-        branch = self._parts.get(group[0].data_source) if group else None
+        branch = self.parts.get(group[0].data_source) if group else None
         if branch is None:
             return [self._no_branch(rollout) for rollout in group]
         return await _judge_all(branch, group)
 
     def _no_branch(self, rollout: RolloutState) -> Unjudged:
         source = rollout.data_source
-        return Unjudged(f"no branch for data_source {source!r}.{nearest(source, list(self._parts))}")
+        return Unjudged(f"no branch for data_source {source!r}.{nearest(source, list(self.parts))}")
 
 
 class MergedJudger(_Several):
@@ -152,29 +157,33 @@ class MergedJudger(_Several):
     def __init__(self, parts: Mapping[str, Judger], merge: FunctionCaller, weights: Mapping[str, float]) -> None:
         super().__init__(parts)
         self._merge = merge
+        self._debut = Debut(merge.name, MERGE_FAILURES)
         self._weights = dict(weights)
-        self.relative = any(part.relative for part in self._parts.values())
+        self.relative = any(part.relative for part in self.parts.values())
 
     async def judge(self, rollout: RolloutState) -> Verdict | Unjudged:
-        answers = await asyncio.gather(*(part.judge(rollout) for part in self._parts.values()))
-        return await self._merged(dict(zip(self._parts, answers, strict=True)))
+        answers = await asyncio.gather(*(part.judge(rollout) for part in self.parts.values()))
+        return await self._merged(dict(zip(self.parts, answers, strict=True)))
 
     async def judge_group(self, group: Group) -> list[Verdict | Unjudged]:
-        columns = await asyncio.gather(*(_judge_all(part, group) for part in self._parts.values()))
-        rows = (dict(zip(self._parts, row, strict=True)) for row in zip(*columns, strict=True))
+        columns = await asyncio.gather(*(_judge_all(part, group) for part in self.parts.values()))
+        rows = (dict(zip(self.parts, row, strict=True)) for row in zip(*columns, strict=True))
         return list(await asyncio.gather(*(self._merged(row) for row in rows)))
 
     async def _merged(self, answers: Mapping[str, Verdict | Unjudged]) -> Verdict | Unjudged:
         verdicts: dict[str, Any] = {}
         for name, answer in answers.items():
             if isinstance(answer, Unjudged):
-                return Unjudged(f"{name}: {answer.reason}")
+                return Unjudged(f"{name}: {answer.reason}", answer.detail)
             verdicts[name] = answer if self._merge.pool is None else msgspec.to_builtins(answer)
         wait_until = asyncio.get_running_loop().time() + MERGE_WAIT_S
         try:
-            return await self._merge.call([verdicts, self._weights] if self._weights else [verdicts], wait_until)
+            merged = await self._merge.call([verdicts, self._weights] if self._weights else [verdicts], wait_until)
         except CallFailed as failure:
-            return Unjudged(f"merge: {failure.reason}")
+            self._debut.fail(failure)
+            return failure.as_unjudged("merge: ")
+        self._debut.succeed()
+        return merged
 
     async def close(self) -> None:
         await super().close()

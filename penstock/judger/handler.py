@@ -10,7 +10,7 @@ import importlib.machinery
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,67 @@ def locate_handler(handler: Handler, *, takes_verdicts: bool = False) -> Setup:
     )
 
 
+VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""The names by which verl gives a reward function what it may ask for."""
+
+_FOREIGN = {
+    "completions": "TRL's: it gets lists of a whole batch",
+    "solution_strs": "that of verl's batch manager: it gets lists of a whole batch",
+    "queries": "OpenRLHF's: it gets lists of a whole batch",
+}
+"""Parameters by which a reward function of another framework is known that cannot be called for one answer."""
+
+
+def keyword_names(function: Callable[..., Any]) -> tuple[str, ...] | None:
+    """The names by which a reward function written for verl is called; None when it is called in order, as ours are.
+
+    verl's order is not ours: its first parameter may be the data source, and its third a setting.
+    """
+    parameters = _parameters(function)
+    if "solution_str" not in parameters:
+        return None
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return VERL_NAMES
+    return tuple(name for name in VERL_NAMES if name in parameters)
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a function without a readable signature
+        return {}
+
+
+def _call_problems(function: Callable[..., Any]) -> Iterator[str]:
+    """Why it cannot be called with an answer, its label and the row's extra information."""
+    names = keyword_names(function)
+    called_as = "(response, label, extra_info)"
+    parameters = _parameters(function)
+    for name, whose in _FOREIGN.items():
+        if name in parameters:
+            yield (
+                f"has the parameter {name!r}, so its signature is {whose}; it is called as {called_as}, once per "
+                "answer: write a function of that form which calls it"
+            )
+            return
+    if names is None and next(iter(parameters), None) == "data_source":
+        yield (
+            f"has the first parameter 'data_source', but it is called as {called_as}; name the parameters as verl does "
+            f"({', '.join(VERL_NAMES)}), or write a function of that form which calls it"
+        )
+        return
+    try:
+        if names is None:
+            inspect.signature(function).bind("response", "label", {})
+        else:
+            inspect.signature(function).bind(**dict.fromkeys(names))
+    except TypeError as error:
+        shown = called_as if names is None else f"({', '.join(f'{name}=...' for name in names)}), as verl does"
+        yield f"is called as {shown}: {error}"
+    except ValueError:
+        pass  # a function without a readable signature
+
+
 def handler_problems(handler: Handler, *, field: str, merges: bool = False) -> Iterator[str]:
     """Why this function cannot be used, for `Config.problems`."""
     try:
@@ -62,17 +123,8 @@ def handler_problems(handler: Handler, *, field: str, merges: bool = False) -> I
     except ConfigError as error:
         yield from (f"{field}: {problem}" for problem in error.problems)
         return
-    try:
-        if not merges:
-            signature = inspect.signature(function)
-            if foreign := _foreign(list(signature.parameters)):
-                yield f"{field}: {dotted_name(function)}{signature} {foreign}"
-                return
-            signature.bind("response", "label", {})
-    except TypeError as error:
-        yield f"{field}: {dotted_name(function)} is called as (response, label, extra_info): {error}"
-    except ValueError:
-        pass  # a function without a readable signature
+    for problem in () if merges else _call_problems(function):
+        yield f"{field}: {dotted_name(function)} {problem}"
     for module, extra in getattr(function, "penstock_needs", ()):
         if importlib.util.find_spec(module) is None:
             yield f"{field}: {dotted_name(function)} needs {module}; install it with: pip install 'penstock[{extra}]'"

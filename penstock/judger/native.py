@@ -2,6 +2,7 @@
 
 `reward_handler(response, label, extra_info)` gets the answer's text, the ground truth and the row's extra information,
 and returns a number, or a dict with `score`; other numbers in the dict become the verdict's parts, `text` its text.
+One with verl's parameter names (`solution_str`, ...) is called by those names.
 Whatever else happens is Unjudged with the reason: no score is ever made up.
 
 A synchronous function runs in worker processes. An async one runs on the event loop, with the same deadline.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
@@ -19,24 +21,28 @@ from typing import Annotated, Any
 import msgspec
 import pydantic
 
-from penstock.judger.breaker import Breaker
+from penstock.judger.breaker import Breaker, Debut
 from penstock.judger.config import JudgerConfig
 from penstock.judger.handler import (
+    VERL_NAMES,
     Handler,
     handler_name,
     handler_problems,
     is_async,
+    keyword_names,
     locate_handler,
     resolve_handler,
 )
 from penstock.judger.pool import CallFailed, PoolLimits, WorkerPool
 from penstock.judger.slots import NoSlot, Slots
-from penstock.judger.worker import Reply, as_reply, describe_error
+from penstock.judger.worker import Arguments, Reply, call_function, describe_failure, judge_value
 from penstock.ports import Description, Judger, Local, Placement, actor_problems
 from penstock.rollout import RolloutState, Unjudged, Verdict
 
 Seconds = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, pydantic.Field(ge=1)]
+
+logger = logging.getLogger(__name__)
 
 _OUR_OWN = ("busy", "closed")
 """Ends of a call that say nothing about the judge: not repeated, not counted by the breaker."""
@@ -100,7 +106,10 @@ class FunctionCaller:
     def __init__(
         self, handler: Handler, limits: PoolLimits, max_concurrency: int, takes_verdicts: bool = False
     ) -> None:
+        self.name = handler_name(handler)
         self._function = resolve_handler(handler)
+        self.names = None if takes_verdicts else keyword_names(self._function)
+        """By which the function is called; None: in order."""
         self._timeout_s = limits.timeout_s
         self._slots = Slots(max_concurrency)
         self._abandoned: set[asyncio.Task[Reply]] = set()
@@ -108,7 +117,7 @@ class FunctionCaller:
         if not is_async(self._function):
             self.pool = WorkerPool(locate_handler(handler, takes_verdicts=takes_verdicts), limits)
 
-    async def call(self, arguments: list[Any], wait_until: float) -> Verdict:
+    async def call(self, arguments: Arguments, wait_until: float) -> Verdict:
         if self.pool is not None:
             reply = await self.pool.call(arguments, wait_until)
         else:
@@ -118,7 +127,8 @@ class FunctionCaller:
             except NoSlot:
                 raise CallFailed("busy", f"all {self._slots.size} concurrent calls were taken") from None
         if "unjudged" in reply:
-            raise CallFailed("abstention", reply["unjudged"])
+            known = {name: reply[name] for name in ("way", "detail", "plain_bug") if name in reply}
+            raise CallFailed("abstention", reply["unjudged"], **known)
         try:
             verdict = msgspec.convert(reply, Verdict)
         except msgspec.ValidationError as error:  # only a function that writes to the channel itself gets here
@@ -127,7 +137,7 @@ class FunctionCaller:
             raise CallFailed("worker_death", "the worker answered with a number that is not finite")
         return verdict
 
-    async def _on_the_loop(self, arguments: list[Any]) -> Reply:
+    async def _on_the_loop(self, arguments: Arguments) -> Reply:
         task = asyncio.get_running_loop().create_task(self._guarded(arguments), name="judger call")
         try:
             await asyncio.wait({task}, timeout=self._timeout_s)
@@ -143,11 +153,11 @@ class FunctionCaller:
             raise CallFailed("abstention", "raised CancelledError")
         return task.result()
 
-    async def _guarded(self, arguments: list[Any]) -> Reply:
+    async def _guarded(self, arguments: Arguments) -> Reply:
         try:
-            return as_reply(await self._function(*arguments))
+            return judge_value(await call_function(self._function, arguments))
         except (Exception, SystemExit) as error:
-            return {"unjudged": describe_error(error)}
+            return describe_failure(error, self._function)
 
     async def close(self) -> None:
         for task in self._abandoned:
@@ -168,10 +178,23 @@ class NativeJudger(Judger):
             max_memory=config.max_worker_memory,
         )
         self._caller = FunctionCaller(config.reward_handler, limits, config.max_concurrency)
+        if self._caller.names is not None:
+            name, names = handler_name(config.reward_handler), ", ".join(self._caller.names)
+            logger.warning("%s has the signature of verl's reward functions; it is called by name: %s", name, names)
         self._breaker = Breaker(config.breaker_failures, config.breaker_backoff_s, max(60.0, config.breaker_backoff_s))
+        self._debut = Debut(handler_name(config.reward_handler), config.breaker_failures)
         self._cache: collections.OrderedDict[bytes, Verdict] = collections.OrderedDict()
         self._counts: collections.Counter[str] = collections.Counter()
         self._seconds = 0.0
+
+    @property
+    def name(self) -> str:
+        return handler_name(self._config.reward_handler)
+
+    @property
+    def in_workers(self) -> bool:
+        """Whether the function runs in worker processes; otherwise on the event loop."""
+        return self._caller.pool is not None
 
     @property
     def worker_pids(self) -> list[int]:
@@ -206,17 +229,19 @@ class NativeJudger(Judger):
             if failure.cause in _OUR_OWN:
                 self._breaker.leave()
             else:
+                self._debut.fail(failure)
                 self._breaker.fail(failure.reason)
-            return Unjudged(failure.reason)
+            return failure.as_unjudged()
         except BaseException:
             self._breaker.leave()
             raise
+        self._debut.succeed()
         self._breaker.succeed()
         return verdict
 
     async def _call_repeatedly(self, rollout: RolloutState, wait_until: float) -> Verdict:
         """Raises the last call's CallFailed when none of them gave a verdict."""
-        arguments = [rollout.response_text, rollout.ground_truth, dict(rollout.extra_info)]
+        arguments = self.arguments(rollout)
         for calls_left in reversed(range(1 + self._config.max_retries)):
             started = asyncio.get_running_loop().time()
             try:
@@ -229,6 +254,19 @@ class NativeJudger(Judger):
                 self._counts["calls"] += 1
                 self._seconds += asyncio.get_running_loop().time() - started
         raise AssertionError("unreachable: the last call returns or raises")
+
+    async def attempt(self, rollout: RolloutState) -> Verdict:
+        """One call that counts for nothing. Raises CallFailed."""
+        wait_until = asyncio.get_running_loop().time() + self._config.max_wait_s
+        return await self._caller.call(self.arguments(rollout), wait_until)
+
+    def arguments(self, rollout: RolloutState) -> Arguments:
+        """What the function is called with."""
+        if self._caller.names is None:
+            return [rollout.response_text, rollout.ground_truth, dict(rollout.extra_info)]
+        offered = (rollout.data_source, rollout.response_text, rollout.ground_truth, dict(rollout.extra_info))
+        by_name = dict(zip(VERL_NAMES, offered, strict=True))
+        return {name: by_name[name] for name in self._caller.names}
 
     def _cache_key(self, rollout: RolloutState) -> bytes | None:
         if not self._config.cache_size:

@@ -26,7 +26,8 @@ import msgspec
 
 from penstock.judger import worker as worker_program
 from penstock.judger.slots import NoSlot, Slots
-from penstock.judger.worker import Reply, Setup, frame
+from penstock.judger.worker import Arguments, Reply, Setup, frame
+from penstock.rollout import Unjudged
 
 WATCH_INTERVAL_S = 0.1
 """How often a running call's process is looked at: alive, and within its memory."""
@@ -35,12 +36,23 @@ MAX_FRAME = 4 << 20
 
 
 class CallFailed(Exception):
-    """A call ended without a reply. `cause` is for metrics: timeout, worker_death, memory, start, busy, closed."""
+    """A call ended without a verdict. `cause` is for metrics: timeout, worker_death, memory, start, busy, closed,
+    abstention.
 
-    def __init__(self, cause: str, reason: str) -> None:
+    `way` is equal for failures of one bug, empty where nothing is known; `plain_bug` says that the answer is not the
+    cause; `detail` is a traceback.
+    """
+
+    def __init__(self, cause: str, reason: str, *, way: str = "", detail: str = "", plain_bug: bool = False) -> None:
         super().__init__(reason)
         self.cause = cause
         self.reason = reason
+        self.way = way
+        self.detail = detail
+        self.plain_bug = plain_bug
+
+    def as_unjudged(self, prefix: str = "") -> Unjudged:
+        return Unjudged(prefix + self.reason, self.detail)
 
 
 class PoolLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +107,8 @@ class Worker:
             self._receive(), timeout, CallFailed("start", f"the worker was not ready within {timeout:g} s")
         )
         if "failed" in reply:
-            raise CallFailed("start", f"the worker could not load the function: {reply['failed']}")
+            reason = f"the worker could not load the function: {reply['failed']}"
+            raise CallFailed("start", reason, way=reason, detail=reply.get("detail", ""), plain_bug=True)
         self._ready = True
 
     async def call(self, arguments: bytes, timeout: float, max_memory: int) -> Reply:
@@ -232,7 +245,7 @@ class WorkerPool:
     def pids(self) -> list[int]:
         return sorted(worker.process.pid for worker in self._workers)
 
-    async def call(self, arguments: list[Any], wait_until: float) -> Reply:
+    async def call(self, arguments: Arguments, wait_until: float) -> Reply:
         """Run the function in a worker. Waits for a free one until the loop's time `wait_until`. Raises CallFailed."""
         try:
             request = msgspec.msgpack.encode(arguments)

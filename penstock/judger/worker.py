@@ -3,9 +3,10 @@
 Frames are a 4-byte length and msgpack, over one socket whose descriptor is the first argument; the second is the
 parent's process id. What the function prints goes to stderr, so it cannot disturb the channel.
 
-    parent -> worker   Setup once, then [call number, arguments] per call
+    parent -> worker   Setup once, then [call number, arguments] per call; arguments are a list, or a dict by name
     worker -> parent   {"ready": true} or {"failed": reason} once, then one reply per call:
-                       {"score": x, "parts": {...}, "text": ...} or {"unjudged": reason}, with "call": its number
+                       {"score": x, "parts": {...}, "text": ...} or {"unjudged": reason, "way": ..., "detail": ...,
+                       "plain_bug": ...}, with "call": its number
 
 Only the standard library and msgspec are imported here: a replacement must be ready in a moment.
 """
@@ -17,11 +18,13 @@ import importlib.util
 import math
 import numbers
 import os
+import select
 import signal
 import socket
 import struct
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,8 +32,17 @@ import msgspec
 MAX_RESULT = 1 << 20
 """Characters of text in one result; more is a judge gone wrong."""
 MAX_REASON = 500
+MAX_DETAIL = 4000
+"""Characters of a traceback; the end of a longer one is kept, where the error is."""
+
+PLAIN_BUGS = (TypeError, NameError, AttributeError, ImportError, KeyError, NotImplementedError, SyntaxError)
+"""What a reward function raises because it is wrong, and not because of the answer it was given."""
+
+_CALLERS = (__file__, str(Path(__file__).with_name("native.py")), importlib.__file__)
 
 Reply = dict[str, Any]
+Arguments = list[Any] | dict[str, Any]
+"""In order, or by name."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +137,43 @@ def describe_error(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {message}"[:MAX_REASON].encode(errors="replace").decode()
 
 
+def describe_failure(error: BaseException, function: Callable[..., Any] | None) -> Reply:
+    """Why a call that raised gave no score, in which way (type and place, equal for equal bugs), and its traceback."""
+    import traceback
+
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_machinery(frame.filename)]
+    inner: Any = function
+    while hasattr(inner, "__wrapped__"):
+        inner = inner.__wrapped__
+    code = getattr(inner, "__code__", None)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename] or frames
+    if own:
+        where = f"{own[-1].filename}:{own[-1].lineno}"
+    else:  # it was not even entered
+        where = "?" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+    shown = [*traceback.format_list(frames[-20:]), *traceback.format_exception_only(error)]
+    # A search that found nothing in this answer ends in such an error too.
+    about_nothing = "'NoneType' object" in describe_error(error)
+    return {
+        "unjudged": describe_error(error),
+        "way": f"{type(error).__name__} at {where}",
+        "detail": "".join(shown)[-MAX_DETAIL:].encode(errors="replace").decode(),
+        "plain_bug": isinstance(error, PLAIN_BUGS) and not about_nothing,
+        "out_of_memory": isinstance(error, MemoryError),
+    }
+
+
+def _is_machinery(file: str) -> bool:
+    """Whether a frame is of those who call the function or import it, which say nothing about it."""
+    return file.startswith("<frozen importlib") or file in _CALLERS
+
+
+def judge_value(value: Any) -> Reply:
+    """What a reward function returned as a reply, with the way in which it is no score."""
+    reply = as_reply(value)
+    return reply | {"way": f"returned {type(value).__name__}"} if "unjudged" in reply else reply
+
+
 def _shorten(value: Any) -> str:
     """A short repr. Long text is cut first: the repr of 10 MB takes as much again."""
     if isinstance(value, str | bytes):
@@ -135,11 +184,15 @@ def _shorten(value: Any) -> str:
         return "a value that cannot be shown"
 
 
-def run(function: Callable[..., Any], arguments: list[Any]) -> Reply:
+def call_function(function: Callable[..., Any], arguments: Arguments) -> Any:
+    return function(**arguments) if isinstance(arguments, dict) else function(*arguments)
+
+
+def run(function: Callable[..., Any], arguments: Arguments) -> Reply:
     try:
-        return as_reply(function(*arguments))
+        return judge_value(call_function(function, arguments))
     except BaseException as error:  # SystemExit too: a reward function that exits gave no score
-        return {"unjudged": describe_error(error), "out_of_memory": isinstance(error, MemoryError)}
+        return describe_failure(error, function)
 
 
 def frame(value: Any) -> bytes:
@@ -180,6 +233,32 @@ def _die_with_parent(parent: int) -> None:
         os._exit(0)
 
 
+def _guard_group() -> None:
+    """Leave a process behind that ends this one's group when it dies, however it dies.
+
+    What the reward function started does not die with it, and the parent that would end the group may be gone too.
+    The guard is nobody's child here: a reward function that waits for all its children does not wait for it.
+    """
+    if os.getpgrp() != os.getpid():  # the group is not this worker's own
+        return
+    try:
+        this = os.pidfd_open(os.getpid())
+    except (AttributeError, OSError):  # not Linux, or an old one: the parent ends the group while it lives
+        return
+    middle = os.fork()
+    if middle:
+        os.close(this)
+        os.waitpid(middle, 0)
+        return
+    if os.fork():
+        os._exit(0)
+    # No descriptor but the one it waits on: a pipe whose other end somebody reads must close with the worker.
+    os.closerange(0, this)
+    os.closerange(this + 1, min(os.sysconf("SC_OPEN_MAX"), 1 << 16))
+    select.select([this], [], [])
+    os.killpg(0, signal.SIGKILL)
+
+
 def _as_verdicts(arguments: list[Any]) -> list[Any]:
     from penstock.rollout import Verdict
 
@@ -196,6 +275,7 @@ def _prepare(setup: Setup) -> Callable[..., Any]:
 
 def main(descriptor: int, parent: int) -> None:
     _die_with_parent(parent)
+    _guard_group()
     pid = os.getpid()
     os.set_inheritable(descriptor, False)
     os.dup2(2, 1)
@@ -204,7 +284,8 @@ def main(descriptor: int, parent: int) -> None:
     try:
         function = _prepare(setup)
     except BaseException as error:
-        channel.sendall(frame({"failed": describe_error(error)}))
+        failure = describe_failure(error, None)
+        channel.sendall(frame({"failed": failure["unjudged"], "detail": failure["detail"]}))
         return
     channel.sendall(frame({"ready": True}))
     while True:

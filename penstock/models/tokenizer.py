@@ -60,6 +60,19 @@ class HFTokenizer:
         )
         return list(ids)
 
+    def render_many(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[int]]:
+        """As `render` for each, on all cores. Raises when the template refuses one of them."""
+        if self._inner.chat_template is None:
+            texts = ["".join(str(message["content"]) for message in messages) for messages in conversations]
+        else:
+            texts = self._inner.apply_chat_template(
+                [[dict(message) for message in messages] for messages in conversations],
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+        encoded = self._inner(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return [list(ids) for ids in encoded["input_ids"]]
+
 
 def _stop_ids(inner: Any, directory: Path) -> frozenset[int]:
     """The tokenizer's end-of-text and the configured ones: chat models often have end-of-turn only there."""

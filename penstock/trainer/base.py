@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.data import remember_prompts
 from penstock.errors import PenstockError, StorageError
 from penstock.events import Note, RunBegan, RunEnded, StepTrained
 from penstock.trainer.checkpointing import RunCheckpointer
@@ -146,6 +147,8 @@ class RLTrainer(abc.ABC):
                 resumed_from=checkpoint.step if checkpoint is not None else None,
             )
         )
+        # Before the first draw: what a later resume is compared with.
+        await asyncio.to_thread(remember_prompts, self.run_dir, self.parts.prompts)
         if checkpoint is None:
             await self._checkpointer.save(0, {})
             if self._evaluator is not None:

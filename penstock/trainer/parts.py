@@ -10,10 +10,11 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from penstock.data import PromptSet, check_same_prompts
 from penstock.engine.controller import RolloutController
 from penstock.errors import StorageError
 from penstock.events import Note, StageBegan
-from penstock.judger import JudgerSet
+from penstock.judger import JudgerSet, check_judgers
 from penstock.learn.worker import TorchTrainWorker
 from penstock.models import context_note, load_tokenizer, model_context, resolve_model
 from penstock.ports import Engine, Tokenizer, WeightChannel
@@ -50,6 +51,7 @@ class Parts(msgspec.Struct, kw_only=True):
     manager: AgentLoopManager
     evaluator: Evaluator | None
     checkpoints: CheckpointStore
+    prompts: dict[str, PromptSet]
     tokenizer: Tokenizer
     model_dir: Path
 
@@ -144,7 +146,9 @@ def build_trainer(
     beginning = find_beginning(run_dir, resume, config.describe(), checkpoints)
     recorded = Profile(run_dir / "profile.json") if profile else None
     with contextlib.ExitStack() as undo:
-        parts = _build_parts(config, run_dir, observers, checkpoints, disk, recorded, undo)
+        parts = _build_parts(
+            config, run_dir, observers, checkpoints, disk, recorded, undo, resumed=beginning.checkpoint is not None
+        )
         # Somebody else may have begun, and even ended, a run there while the model was loaded.
         require_unchanged(beginning, run_dir, parts.buffer, checkpoints)
         if recorded is not None:
@@ -162,13 +166,18 @@ def _build_parts(
     disk: Disk | None,
     profile: Profile | None,
     undo: contextlib.ExitStack,
+    *,
+    resumed: bool,
 ) -> Parts:
     opened = _Opened(config, observers, profile)
     prompts = load_prompts(config.manager.task_list, opened.tokenizer, context=opened.context)
+    if resumed:
+        check_same_prompts(run_dir, prompts)
     for task, loaded in (prompts | opened.eval_prompts).items():
         if loaded.dropped or loaded.quarantined:
             left_out = f"{loaded.dropped} over-long prompts dropped, {loaded.quarantined} bad rows set aside"
             observers.notice(Note(text=f"task {task!r}: {len(loaded)} prompts; {left_out}"))
+    _try_judgers(opened, prompts)
     worker = config.train.build(
         opened.model_dir,
         total_steps=config.total_steps,
@@ -203,8 +212,22 @@ def _build_parts(
         manager=config.manager.build(world),
         evaluator=opened.evaluator(asked, run_dir / "eval_dead_letters.jsonl"),
         checkpoints=checkpoints,
+        prompts=prompts,
         tokenizer=opened.tokenizer,
         model_dir=opened.model_dir,
+    )
+
+
+def _try_judgers(opened: _Opened, prompts: dict[str, PromptSet]) -> None:
+    evaluator = opened.config.evaluator
+    tasks = [(task, prompts[task.task_name]) for task in opened.config.manager.task_list]
+    tasks += [
+        (task.spec(), opened.eval_prompts[task.task_name]) for task in (evaluator.eval_tasks if evaluator else [])
+    ]
+    check_judgers(
+        (task.task_name, opened.judgers.get(task.judger), found.prompts)
+        for task, found in tasks
+        if task.judger is not None
     )
 
 

@@ -25,7 +25,7 @@ class CharTokenizer:
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         ids = [1] * len(tools)
         for message in messages:
-            if message["role"] == "nobody":
+            if message["role"] == "tool":
                 raise ValueError("roles must be system, user or assistant")
             ids += [2, *self.encode(message["content"])]
         return ids

@@ -94,7 +94,10 @@ def test_a_line_that_cannot_be_read_is_named(tokenizer, jsonl, good_row, line, p
         ({"prompt": []}, "prompt is empty"),
         ({"prompt": ["hello"]}, "prompt[0] is 'hello'; it must be an object with role and content"),
         ({"prompt": [{"content": "x"}]}, "prompt[0].role is missing; there is content"),
-        ({"prompt": [{"role": 1, "content": "x"}]}, "prompt[0].role is 1; it must be a text"),
+        (
+            {"prompt": [{"role": 1, "content": "x"}]},
+            "prompt[0].role is 1; it must be one of system, developer, user, assistant, tool",
+        ),
         ({"prompt": [{"role": "user"}]}, "prompt[0].content is missing; there is role"),
         ({"prompt": [{"role": "user", "content": ["x"]}]}, "prompt[0].content is ['x']; it must be a text"),
         ({"prompt": "a\0b"}, "a text holds a NUL character"),
@@ -111,7 +114,15 @@ def test_a_line_that_cannot_be_read_is_named(tokenizer, jsonl, good_row, line, p
         ({"id": True}, "id is True; it must be a text or a whole number"),
         ({"id": "first"}, "id 'first' is already used in line 1"),
         (
-            {"prompt": [{"role": "nobody", "content": "x"}]},
+            {"prompt": [{"role": "human", "content": "x"}]},
+            "prompt[0].role is 'human'; it must be one of system, developer, user, assistant, tool",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
+            "the last message of prompt is the assistant's; an answer comes after a user's or a tool's",
+        ),
+        (
+            {"prompt": [{"role": "tool", "content": "x"}]},
             "the chat template refuses it: roles must be system, user or assistant",
         ),
         (
@@ -139,24 +150,26 @@ def test_ids_that_differ_only_in_type_are_duplicates(tokenizer, jsonl, good_row)
     assert problems_of(jsonl(good_row(id=7), good_row(id="7")), tokenizer) == ["F:2: id '7' is already used in line 1"]
 
 
-@pytest.mark.parametrize(("mark", "name"), [(b"\xef\xbb\xbf", "UTF-8"), (b"\xff\xfe", "UTF-16")])
-def test_a_byte_order_mark_is_named_with_the_other_problems_of_its_line(tokenizer, jsonl, good_row, mark, name):
-    path = jsonl(mark + json.dumps(good_row(prompt=3)).encode(), good_row())
-    assert problems_of(path, tokenizer) == [
-        f"F:1: the file begins with a {name} byte order mark; save it without",
-        "F:1: prompt is 3; it must be a text or a list of messages",
-    ]
+def test_what_editors_add_and_nobody_sees_is_harmless(tokenizer, jsonl, good_row):
+    row = json.dumps(good_row()).encode()
+    plain = load(DatasetConfig(path=jsonl(row, row)), tokenizer)
+    for lines, end in (
+        ([b"\xef\xbb\xbf" + row, row], b"\n"),
+        ([row, row], b"\r\n"),
+        ([row, row, b""], b"\n"),
+        ([b"\xef\xbb\xbf" + row, row, b"", b"  "], b"\r\n"),
+    ):
+        assert load(DatasetConfig(path=jsonl(*lines, end=end)), tokenizer).prompts == plain.prompts
 
 
-def test_crlf_line_ends_are_named_with_the_other_problems_of_their_line(tokenizer, jsonl, good_row):
-    path = jsonl(good_row(), good_row(prompt="far too long"), end=b"\r\n")
-    crlf = "the line ends with CRLF; line ends must be LF"
-    assert problems_of(path, tokenizer, max_prompt_tokens=15, limits={"context": 20}) == [
-        f"F:1: {crlf}",
-        "F:1: the prompt has 15 tokens; with max_tokens 8 that exceeds the model's context of 20",
-        f"F:2: {crlf}",
-        "F:2: the prompt has 13 tokens; with max_tokens 8 that exceeds the model's context of 20",
-    ]
+def test_a_file_of_blank_lines_has_no_rows(tokenizer, jsonl):
+    assert problems_of(jsonl(b"", b""), tokenizer) == ["F:1: the file has no rows"]
+
+
+def test_utf16_is_named_once(tokenizer, jsonl):
+    path = jsonl()
+    path.write_text("".join(json.dumps({"prompt": "x"}) + "\n" for _ in range(3)), encoding="utf-16")
+    assert problems_of(path, tokenizer) == ["F:1: the file is UTF-16; save it as UTF-8"]
 
 
 def test_an_empty_file_is_named(tokenizer, jsonl):
@@ -285,7 +298,7 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def test_parquet_rows_are_read_like_lines(tokenizer, tmp_path, good_row):
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "name": "bot"}]
+    chat = [{"role": "user", "content": "Hi"}, {"role": "user", "content": "Hello", "name": "bot"}]
     path = write_parquet(tmp_path / "rows.parquet", [good_row(prompt=chat, id=i) for i in range(3000)])
     prompts = load(DatasetConfig(path=path), tokenizer)
     assert len(prompts) == 3000
@@ -345,12 +358,15 @@ def test_a_path_that_cannot_work_is_a_config_problem(tokenizer, tmp_path, jsonl,
         load(DatasetConfig(path=tmp_path / "no" / "rows.jsonl"), tokenizer)
     csv = tmp_path / "rows.csv"
     csv.write_text("a,b\n")
-    with pytest.raises(ConfigError, match=r"a dataset is JSONL or Parquet\. Known: \.jsonl, \.parquet\."):
+    with pytest.raises(ConfigError, match=r"JSONL, Parquet or Arrow\. Known: \.arrow, \.jsonl, \.parquet\."):
         DatasetConfig(path=csv).check()
-    directory = tmp_path / "dir.jsonl"
-    directory.mkdir()
-    with pytest.raises(ConfigError, match="it must be a file"):
-        DatasetConfig(path=directory).check()
+    with pytest.raises(ConfigError, match="path is an empty list"):
+        DatasetConfig(path=[]).check()
+    loop = tmp_path / "loop.jsonl"
+    loop.symlink_to(loop)
+    with pytest.raises(ConfigError, match="loop") as caught:
+        DatasetConfig(path=loop).check()
+    assert "Did you mean" not in str(caught.value)
 
 
 def test_a_converter_that_cannot_be_imported_is_a_config_problem(jsonl):
@@ -359,3 +375,125 @@ def test_a_converter_that_cannot_be_imported_is_a_config_problem(jsonl):
         DatasetConfig(path=path, to_rollout="no.such.thing").check()
     with pytest.raises(ConfigError, match="it must name a function"):
         DatasetConfig(path=path, to_rollout="penstock.__version__").check()
+
+
+def test_rows_of_another_layout_are_named_once_with_the_way_out(tokenizer, jsonl):
+    gsm8k = jsonl(*[{"question": f"{n}?", "answer": "#### 4", "level": None} for n in range(100)])
+    assert problems_of(gsm8k, tokenizer) == [
+        "F: the rows have no data_source and no prompt and no reward_model; their columns are question, answer. Name "
+        "the columns, as in DatasetConfig(prompt='question', label='answer', data_source='...'), or give to_rollout, a "
+        "function that turns a row into a rollout"
+    ]
+    (problem,) = problems_of(gsm8k, tokenizer, prompt="question", label="anwser", data_source="gsm8k")
+    assert "the rows have no anwser; their columns are" in problem
+    assert "DatasetConfig(prompt='question', label='answer')" in problem
+    trl = jsonl({"prompt": "x", "completion": "y"})
+    assert "as in DatasetConfig(label='completion', data_source='...')" in problems_of(trl, tokenizer)[0]
+    (problem,) = problems_of(jsonl({"a": 1}), tokenizer)
+    assert "DatasetConfig(prompt='...', label='...', data_source='...')" in problem
+
+
+def test_columns_may_have_other_names_and_the_data_source_be_given_once(tokenizer, jsonl, good_row):
+    rows = [{"question": "Why?", "answer": "So."}, {"question": "How?", "answer": 4, "data_source": "own"}]
+    config = DatasetConfig(path=jsonl(*rows), prompt="question", label="answer", data_source="gsm8k")
+    first, second = load(config, tokenizer).prompts
+    assert first.messages == ({"role": "user", "content": "Why?"},)
+    assert (first.ground_truth, first.data_source) == ("So.", "gsm8k")
+    assert (second.ground_truth, second.data_source) == (4, "own")
+    path = jsonl(*rows, {"question": [], "answer": None})
+    assert problems_of(path, tokenizer, prompt="question", label="answer", data_source="gsm8k") == [
+        "F:3: question is empty",
+        "F:3: answer is missing; there is question",
+    ]
+
+
+def test_column_names_beside_a_converter_are_refused(jsonl):
+    with pytest.raises(ConfigError, match="to_rollout is given and label too"):
+        DatasetConfig(path=jsonl({}), to_rollout=from_question, label="answer").check()
+
+
+def test_several_files_and_directories_are_read_in_order(tokenizer, tmp_path, good_row):
+    for name, question in (("b.jsonl", "b"), ("a.jsonl", "a"), ("c.parquet", "c"), ("sub/d.jsonl", "d")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        rows = [good_row(prompt=question, id=n) for n in range(2)]
+        if name.endswith("parquet"):
+            write_parquet(tmp_path / name, rows)
+        else:
+            (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "README.md").write_text("not a row")
+    (tmp_path / ".hidden.jsonl").write_text("not a row")
+    prompts = load(DatasetConfig(path=[tmp_path / "sub" / "d.jsonl", tmp_path]), tokenizer)
+    assert [prompt.messages[0]["content"] for prompt in prompts.prompts] == list("ddaabbcc")
+    assert [prompts.place(n) for n in (1, 2, 7)] == [
+        f"{tmp_path / 'sub/d.jsonl'}:2",
+        f"{tmp_path / 'a.jsonl'}:1",
+        f"{tmp_path / 'c.parquet'}:2",
+    ]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"the directory has no file that ends in \.jsonl, \.parquet, \.arrow"):
+        DatasetConfig(path=tmp_path / "empty").check()
+
+
+def save_like_datasets(directory: Path, rows: list[dict[str, Any]], **state: Any) -> Path:
+    """The layout of `datasets.Dataset.save_to_disk`, in two shards."""
+    directory.mkdir(parents=True)
+    names = [f"data-{n:05}-of-00002.arrow" for n in range(2)]
+    for name, part in zip(names, (rows[:1], rows[1:]), strict=True):
+        table = pyarrow.Table.from_pylist(part)
+        with pyarrow.ipc.new_stream(str(directory / name), table.schema) as stream:
+            stream.write_table(table)
+    written = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "x", "_split": "train"} | state
+    (directory / "state.json").write_text(json.dumps(written))
+    (directory / "dataset_info.json").write_text("{}")
+    return directory
+
+
+def test_a_directory_that_datasets_saved_is_read(tokenizer, tmp_path):
+    rows = [{"question": f"{n}?", "answer": str(n)} for n in range(5000)]
+    path = save_like_datasets(tmp_path / "saved" / "train", rows)
+    prompts = load(DatasetConfig(path=path, prompt="question", label="answer", data_source="gsm8k"), tokenizer)
+    assert [prompt.ground_truth for prompt in prompts.prompts] == [str(n) for n in range(5000)]
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(ConfigError, match=r"it holds the splits train; name one, as in '.*saved/train'"):
+        DatasetConfig(path=tmp_path / "saved").check()
+    selected = save_like_datasets(tmp_path / "selected", rows, _indices_data_files=[{"filename": "i.arrow"}])
+    with pytest.raises(ConfigError, match=r"flatten_indices\(\)"):
+        DatasetConfig(path=selected).check()
+
+
+def test_an_arrow_file_with_a_footer_is_read_and_a_damaged_one_named(tokenizer, tmp_path, good_row):
+    path = tmp_path / "rows.arrow"
+    table = pyarrow.Table.from_pylist([good_row(), good_row()])
+    with pyarrow.ipc.new_file(str(path), table.schema) as file:
+        file.write_table(table)
+    assert len(load(DatasetConfig(path=path), tokenizer)) == 2
+    path.write_bytes(b"nothing of the kind")
+    (problem,) = problems_of(path, tokenizer)
+    assert problem.startswith("F:1: cannot be read: not readable as Arrow: ")
+
+
+def test_progress_is_told_while_rows_are_read(tokenizer, jsonl, good_row):
+    told: list[int] = []
+    load(DatasetConfig(path=jsonl(*[good_row()] * 2000)), tokenizer, on_progress=told.append)
+    assert told == sorted(told)
+    assert len(told) > 2
+    assert told[-1] == 2000
+
+
+def test_prompts_rendered_together_are_those_rendered_one_by_one(tokenizer, jsonl, good_row):
+    class Fast(type(tokenizer)):
+        together = 0
+
+        def render_many(self, conversations):
+            self.together += len(conversations)
+            return [self.render(messages) for messages in conversations]
+
+    rows = [good_row(prompt=f"{n}?") for n in range(1500)]
+    path = jsonl(*rows, good_row(tools=[{"name": "add"}]), b"{", *rows)
+    fast, one_by_one = Fast(), load(DatasetConfig(path=path, quarantine=1), tokenizer)
+    assert load(DatasetConfig(path=path, quarantine=1), fast) == one_by_one
+    assert fast.together == 3000
+    refused = jsonl(*rows, good_row(prompt=[{"role": "tool", "content": "x"}]), *rows)
+    assert problems_of(refused, Fast()) == [
+        "F:1501: the chat template refuses it: roles must be system, user or assistant"
+    ]

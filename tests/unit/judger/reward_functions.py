@@ -55,12 +55,58 @@ def by_command(response, label, extra_info):
         return os.getpid()
     if response == "pid":
         return os.getpid()
+    if response == "wait for children":
+        try:
+            return os.wait()[0]
+        except ChildProcessError:
+            return 0.0
     if response == "torch":
         return "torch" in sys.modules or "pydantic" in sys.modules
     return 1.0
 
 
 LEAKED = []
+
+
+def verl_compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": solution_str == ground_truth, "source_is": data_source == "gsm8k", "level": extra_info["level"]}
+
+
+def verl_gsm8k(solution_str, ground_truth, method="strict", format_score=0.0, score=1.0):
+    assert method == "strict"
+    return score if solution_str == ground_truth else format_score
+
+
+def verl_open(solution_str, **kwargs):
+    return kwargs["data_source"] == "gsm8k" and solution_str == kwargs["ground_truth"]
+
+
+async def verl_async(data_source, solution_str, ground_truth, extra_info):
+    return data_source == "gsm8k" and solution_str == ground_truth
+
+
+def trl_reward(completions, **kwargs):
+    return [0.0 for _ in completions]
+
+
+def trl_with_prompts(prompts, completions, answer=None):
+    return [0.0 for _ in completions]
+
+
+def verl_batch(data_sources, solution_strs, ground_truths, extra_infos=None):
+    return [0.0 for _ in solution_strs]
+
+
+def openrlhf(queries, prompts, labels):
+    return 0.0
+
+
+def other_order(data_source, answer, label):
+    return 0.0
+
+
+def verl_with_more(data_source, solution_str, ground_truth, tokenizer):
+    return 0.0
 
 
 class Unshowable:

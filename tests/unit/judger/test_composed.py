@@ -126,7 +126,9 @@ def test_verdicts_are_merged_with_weights(rewards, answered):
 
 def test_one_part_without_a_verdict_leaves_the_rollout_without_one(rewards, answered):
     config = ComposedJudgerConfig(all_of={"length": rewards.length, "think": rewards.thinks}, merge=rewards.average)
-    assert judge(config, answered("raise")) == [Unjudged("think: raised ValueError: no such thing")]
+    (answer,) = judge(config, answered("raise"))
+    assert answer.reason == "think: raised ValueError: no such thing"
+    assert 'raise ValueError("no such thing")' in answer.detail
 
 
 def test_a_merge_function_that_hangs_has_a_deadline(rewards, answered):

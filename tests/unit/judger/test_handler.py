@@ -1,5 +1,6 @@
 """Which functions can be found again in another process, and why the others cannot."""
 
+import asyncio
 import functools
 import json
 import sys
@@ -10,6 +11,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.judger import exact_match, math_equal
 from penstock.judger.handler import locate_handler
+from penstock.rollout import Verdict
 
 
 def problems(config):
@@ -102,16 +104,41 @@ def test_a_missing_extra_is_a_problem_that_says_what_to_install(rewards, make_co
     assert "pip install 'penstock[math]'" in problem
 
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return 1.0
+@pytest.mark.parametrize(
+    ("name", "verdict"),
+    [
+        ("verl_compute_score", Verdict(1.0, {"source_is": 1.0, "level": 3.0})),
+        ("verl_gsm8k", Verdict(1.0)),
+        ("verl_open", Verdict(1.0)),
+        ("verl_async", Verdict(1.0)),
+    ],
+)
+def test_a_reward_function_of_verl_is_called_by_its_names(rewards, make_config, answered, caplog, name, verdict):
+    config = make_config(getattr(rewards, name))
+    assert problems(config) == []
+    judger = config.build()
+    answer = asyncio.run(judger.judge(answered("42", "42", data_source="gsm8k", extra_info={"level": 3})))
+    asyncio.run(judger.close())
+    assert answer == verdict
+    assert f"{name} has the signature of verl's reward functions" in caplog.text
 
 
-def trl_reward(completions, ground_truth, **columns):
-    return [1.0]
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("trl_reward", "has the parameter 'completions', so its signature is TRL's"),
+        ("trl_with_prompts", "write a function of that form which calls it"),
+        ("verl_batch", "verl's batch manager"),
+        ("openrlhf", "OpenRLHF's"),
+        ("other_order", "has the first parameter 'data_source', but it is called as (response, label, extra_info)"),
+        ("verl_with_more", "as verl does: missing a required argument: 'tokenizer'"),
+    ],
+)
+def test_a_signature_of_another_framework_that_cannot_be_called_is_refused(rewards, make_config, name, reason):
+    (problem,) = problems(make_config(getattr(rewards, name)))
+    assert reason in problem
 
 
-@pytest.mark.parametrize(("function", "framework"), [(compute_score, "verl"), (trl_reward, "TRL")])
-def test_a_function_written_for_another_framework_is_refused_with_the_way_out(make_config, function, framework):
-    (problem,) = problems(make_config(function))
-    assert f"is written for {framework} and is called as (response, label, extra_info)" in problem
-    assert "def reward(response, label, extra_info): return" in problem
+def test_other_names_are_called_in_order(rewards, make_config, caplog):
+    make_config(rewards.length).build()
+    assert caplog.text == ""

@@ -1,10 +1,12 @@
 """Worker processes: they end when they should, with all they started, and the pool keeps its size."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -127,7 +129,8 @@ def test_a_module_that_cannot_be_loaded_is_a_reason(make_config, answered, tmp_p
     file.write_text("raise RuntimeError('not today')\n")
     answer = asyncio.run(judger.judge(answered("a")))
     asyncio.run(judger.close())
-    assert answer == Unjudged("the worker could not load the function: raised RuntimeError: not today")
+    assert answer.reason == "the worker could not load the function: raised RuntimeError: not today"
+    assert f'{file}", line 1' in answer.detail
 
 
 def test_a_module_that_hangs_while_it_is_imported_has_a_deadline(make_config, answered, tmp_path):
@@ -193,6 +196,55 @@ def test_workers_end_when_their_parent_is_killed(driver_command, is_gone):
         driver.kill()
     assert len(pids) == 2
     assert all(is_gone(pid) for pid in pids)
+
+
+CHILD_DRIVER = """
+import asyncio, sys
+from penstock.judger import NativeJudgerConfig
+from penstock.rollout import new_rollout
+
+rollout = new_rollout("q", ground_truth=sys.argv[2])
+rollout.response_text = "hang with a child"
+judger = NativeJudgerConfig(reward_handler=sys.argv[1] + ":by_command", num_workers=1, timeout_s=600).build()
+asyncio.run(judger.judge(rollout))
+"""
+
+
+def test_what_the_function_started_ends_when_the_driver_is_killed(is_gone, tmp_path):
+    written = tmp_path / "child"
+    command = [sys.executable, "-c", CHILD_DRIVER, str(REWARDS), str(written)]
+    with subprocess.Popen(command) as driver:
+        until = time.monotonic() + 60
+        while not (written.exists() and written.read_text()):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        driver.kill()
+    assert is_gone(int(written.read_text()))
+
+
+def test_a_worker_s_guard_ends_with_its_worker_and_is_no_child_of_it(rewards, make_config, answered, is_gone):
+    judger = make_config(rewards.by_command).build()
+
+    async def run():
+        pid = int((await judger.judge(answered("pid"))).score)
+        members = [other for other in processes_of_group(pid) if other != pid]
+        children = await judger.judge(answered("wait for children"))
+        await judger.close()
+        return members, children
+
+    (guard,), children = asyncio.run(run())
+    assert children == Verdict(0.0)
+    assert is_gone(guard)
+
+
+def processes_of_group(group):
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if int((entry / "stat").read_text().rpartition(")")[2].split()[2]) == group:
+                    found.append(int(entry.name))
+    return found
 
 
 def test_workers_end_when_their_parent_forgets_to_close(driver_command, is_gone):

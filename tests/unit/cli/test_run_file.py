@@ -1,0 +1,62 @@
+"""A run file in a directory of its own: its neighbours can be imported, and nothing in it stands in for a library."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN_FILE = """\
+import neighbour
+from penstock.recipes.tiny import trainer as base
+
+
+def reward(response, label, extra_info):
+    import json
+    import statistics
+
+    return statistics.mean([json.loads("1"), neighbour.ONE])
+
+
+trainer = base.replace("manager.tasks.0.judger_config", reward)
+"""
+
+DRIVER = """\
+import asyncio, sys
+from penstock.cli import load_config
+from penstock.rollout import new_rollout
+
+config = load_config(sys.argv[1])
+judger = config.manager.task_list[0].judger.replace("timeout_s", 20.0).build()
+print(asyncio.run(judger.judge(new_rollout("question"))))
+asyncio.run(judger.close())
+
+import colorsys, json, statistics, torch
+
+print(colorsys.rgb_to_hsv(0, 0, 0), json.dumps(1), statistics.mean([1]), torch.tensor(1).item())
+"""
+
+
+def load_in_another_process(name: str, directory: Path) -> str:
+    command = [sys.executable, "-P", "-c", DRIVER, name]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["json.py", "torch.py", "colorsys.py", "run-1.py", "my_run.py"])
+def test_a_run_file_may_have_the_name_of_a_library(tmp_path, name):
+    (tmp_path / name).write_text(RUN_FILE)
+    (tmp_path / "neighbour.py").write_text("ONE = 1\n")
+    said = load_in_another_process(name, tmp_path)
+    assert said.splitlines() == ["Verdict(score=1.0, parts={}, text=None)", "(0.0, 0.0, 0) 1 1 1"]
+
+
+def test_a_neighbour_of_the_run_file_does_not_stand_in_for_a_library(tmp_path):
+    (tmp_path / "run.py").write_text(RUN_FILE)
+    (tmp_path / "neighbour.py").write_text("ONE = 1\n")
+    for name in ("torch.py", "statistics.py", "colorsys.py"):
+        (tmp_path / name).write_text("raise RuntimeError('not this one')\n")
+    assert load_in_another_process("run.py", tmp_path).startswith("Verdict(score=1.0")
