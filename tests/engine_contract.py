@@ -147,6 +147,12 @@ async def has_made(engine: Engine, tokens: int) -> None:
         await asyncio.sleep(0.001)
 
 
+async def has_requests(engine: Engine, count: int) -> None:
+    """Waits until the engine knows of so many."""
+    while (stats := await engine.stats()).running + stats.waiting < count:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
 def ids_of(completion: Completion) -> list[int]:
     return unpack_ids(completion.ids).tolist()
 
@@ -451,8 +457,7 @@ async def abort_reaches_frozen_requests_and_those_that_wait_for_the_pause_to_end
         await has_made(engine, 2)
         await engine.pause_generation()
         late = asyncio.create_task(engine.generate(ask("late", on_pause="keep")))
-        await asyncio.sleep(0)
-        await engine.check_health()
+        await has_requests(engine, 2)
         await engine.abort(["frozen", "late"])
         completions = await asyncio.gather(frozen, late)
         assert {completion.finish_reason for completion in completions} == {FinishReason.ABORT}
