@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from penstock.events import Event, Note
 from penstock.cli import load_config
+from penstock.events import Event, Note
 from penstock.models import set_cache_directory
 from penstock.testing.faults import Faults, FaultyDisk, FaultyFiles
 

@@ -13,8 +13,10 @@ import pytest
 
 from penstock.cli import load_config
 from penstock.errors import WeightSyncError
+from penstock.events import EngineChanged
 from penstock.models import resolve_model
 from penstock.testing.ledger_history import check_ledger
+from penstock.trainer.observers import read_events
 
 
 def engines_of(trainer: int) -> list[int]:
@@ -112,7 +114,9 @@ def test_weights_that_no_engine_takes_stop_the_run_and_the_model_step_stays(tmp_
 
     config.build(run_dir=run_dir, resume="auto").fit()
     assert [line["step"] for line in read_lines(run_dir / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
-    newest = [run[0] for row in read_lines(run_dir / "trajectories" / "step-000006.jsonl") for run in row["model_steps"]]
+    newest = [
+        run[0] for row in read_lines(run_dir / "trajectories" / "step-000006.jsonl") for run in row["model_steps"]
+    ]
     assert max(newest) <= 5
     check_ledger(run_dir).require_none()
 
@@ -130,6 +134,8 @@ def test_a_colocated_engine_process_that_is_killed_comes_back_and_the_run_ends_a
     output, _ = run.communicate(timeout=200)
     assert run.returncode == 0, output
     assert [line["step"] for line in read_lines(metrics)] == list(range(1, 13))
-    changes = [line["state"] for line in read_lines(tmp_path / "run" / "events.jsonl") if line["kind"] == "engine_changed"]
+    changes = [
+        line["state"] for line in read_lines(tmp_path / "run" / "events.jsonl") if line["kind"] == "engine_changed"
+    ]
     assert "fenced" in changes and "active" in changes
     check_ledger(tmp_path / "run").require_none()

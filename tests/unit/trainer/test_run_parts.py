@@ -15,6 +15,7 @@ from penstock.judger import JudgerSet
 from penstock.ports import EngineStats
 from penstock.replay import ReplayBuffer
 from penstock.testing import ScriptedEngine, run_virtual
+from penstock.trainer.checkpointing import RunCheckpointer
 from penstock.trainer.checkpoints import Checkpoint, CheckpointStore
 from penstock.trainer.gauges import Gauges
 from penstock.trainer.resume import Beginning, require_unchanged
@@ -24,11 +25,14 @@ from penstock.trainer.summary import SummarySink
 
 class Told:
     def __init__(self) -> None:
-        self.notes: list[str] = []
+        self.events: list[Event] = []
+
+    @property
+    def notes(self) -> list[str]:
+        return [event.text for event in self.events if isinstance(event, Note)]
 
     def notice(self, event: Event) -> None:
-        if isinstance(event, Note):
-            self.notes.append(event.text)
+        self.events.append(event)
 
 
 def test_a_summary_adds_up_what_the_run_told() -> None:
@@ -139,3 +143,28 @@ class Recorded(ReplayBuffer):
     @property
     def position(self) -> int:
         return 7
+
+
+class Exporter:
+    """A worker that only exports."""
+
+    async def save_hf(self, directory: Path) -> None:
+        await asyncio.to_thread(directory.mkdir, parents=True)
+
+
+def test_an_export_that_a_killed_process_still_owed_is_made_up_once(tmp_path: Path) -> None:
+    told = Told()
+    checkpointer = RunCheckpointer(
+        CheckpointStore(tmp_path / "checkpoints"),
+        Exporter(),  # type: ignore[arg-type]
+        ReplayBuffer(),
+        SummarySink(),
+        told,
+        run_dir=tmp_path,
+        model_dir=tmp_path,
+        config={},
+    )
+    asyncio.run(checkpointer.make_up_export(4))
+    asyncio.run(checkpointer.make_up_export(4))
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["step-4"]
+    assert [event.train_step for event in told.events if isinstance(event, Exported)] == [4]
