@@ -30,6 +30,7 @@ from penstock.learn.load import can_share_prompts, check_head
 from penstock.learn.losses import LossTerms, LossTokens
 from penstock.learn.worker import TorchTrainWorker
 from penstock.rollout import FloatArray, Group, Tokens
+from penstock.trainer.checkpoints import CheckpointStore
 
 RandomGroups = Callable[..., list[Group]]
 
@@ -601,3 +602,21 @@ def test_a_closed_worker_takes_no_more_work(model_dir: Path, batch: TrainBatch) 
     asyncio.run(worker.close())
     with pytest.raises(RuntimeError, match="shutdown"):
         asyncio.run(worker.train(batch))
+
+
+def test_a_worker_that_fills_a_checkpoint_goes_on_from_it_to_the_bit(
+    model_dir: Path, batch: TrainBatch, tmp_path: Path
+) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    worker, resumed = _worker(model_dir), _worker(model_dir)
+    _train(worker, batch)
+
+    async def save_and_load() -> None:
+        await store.save(1, fill=worker.save, state={}, config={})
+        await resumed.load(store.newest().path)
+
+    asyncio.run(save_and_load())
+    _train(worker, batch)
+    _train(resumed, batch)
+    assert _same(_weights(resumed), _weights(worker))
+    assert _same(_state(resumed), _state(worker))
