@@ -147,6 +147,12 @@ async def has_made(engine: Engine, tokens: int) -> None:
         await asyncio.sleep(0.001)
 
 
+async def has_requests(engine: Engine, count: int) -> None:
+    """Waits until the engine knows of so many."""
+    while (stats := await engine.stats()).running + stats.waiting < count:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
 def ids_of(completion: Completion) -> list[int]:
     return unpack_ids(completion.ids).tolist()
 
@@ -445,6 +451,20 @@ async def abort_ends_the_named_requests_only(subject: Subject) -> None:
         assert (await spared).finish_reason is FinishReason.LENGTH
 
 
+async def abort_reaches_frozen_requests_and_those_that_wait_for_the_pause_to_end(subject: Subject) -> None:
+    async with running(subject) as engine:
+        frozen = asyncio.create_task(engine.generate(ask("frozen", max_tokens=LONG, on_pause="keep")))
+        await has_made(engine, 2)
+        await engine.pause_generation()
+        late = asyncio.create_task(engine.generate(ask("late", on_pause="keep")))
+        await has_requests(engine, 2)
+        await engine.abort(["frozen", "late"])
+        completions = await asyncio.gather(frozen, late)
+        assert {completion.finish_reason for completion in completions} == {FinishReason.ABORT}
+        assert len(ids_of(completions[0])) >= 2 and completions[1].ids == b""
+        await engine.continue_generation()
+
+
 async def cancelling_a_request_frees_its_place(subject: Subject) -> None:
     async with running(subject) as engine:
         tasks = [asyncio.create_task(engine.generate(ask(f"{i}", max_tokens=LONG))) for i in range(12)]
@@ -589,6 +609,7 @@ CONTRACT: tuple[Callable[[Subject], Awaitable[None]], ...] = (
     scores_are_the_logprobs_of_given_tokens_also_while_paused,
     scores_are_those_of_the_trainers_own_forward,
     abort_ends_the_named_requests_only,
+    abort_reaches_frozen_requests_and_those_that_wait_for_the_pause_to_end,
     cancelling_a_request_frees_its_place,
     loaded_weights_make_the_next_answers_and_are_named_by_them,
     a_frozen_answer_goes_on_under_the_new_weights_and_says_so,

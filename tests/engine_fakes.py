@@ -54,6 +54,8 @@ class FakeEngine:
         self.most_running = 0
         self.loads: list[int] = []
         self.starts = 1
+        self.busy_s = 0.0
+        """Of its present process."""
         self.start_s = 1.0
         self.health_s = 0.0
         self._running: dict[str, asyncio.Future[None]] = {}
@@ -77,6 +79,7 @@ class FakeEngine:
             pass
         finally:
             del self._running[request.request_id]
+        self.busy_s += self.seconds
         ids = [request.seed % 97] * self.tokens
         return self.spoil(
             Completion(
@@ -151,7 +154,9 @@ class FakeEngine:
 
     async def stats(self) -> EngineStats:
         await self._obey()
-        return EngineStats(running=len(self._running), generated_tokens=self.tokens * len(self.served))
+        return EngineStats(
+            running=len(self._running), generated_tokens=self.tokens * len(self.served), busy_seconds=self.busy_s
+        )
 
     async def restart(self) -> None:
         self.starts += 1
@@ -160,7 +165,7 @@ class FakeEngine:
             raise InfrastructureFailure("no such device", reason=FailureReason.ENGINE_START)
         self.dead = self.hangs = self.control_hangs = False
         self.spoil = lambda completion: completion
-        self.step, self.paused, self.asleep = 0, False, False
+        self.step, self.paused, self.asleep, self.busy_s = 0, False, False, 0.0
 
     async def close(self) -> None:
         self.die()

@@ -5,7 +5,8 @@ builds vLLM in a process of its own; `EnginesConfig` builds as many as a run nee
 `RolloutController`, and the channel that brings weights to them. Importing this package imports no torch.
 
 torch_engine/  the embedded engine
-vllm.py        vLLM; vllm_answers.py is what a request becomes, vllm_environment.py what vLLM finds when it starts
+vllm.py        vLLM; vllm_answers.py is what a request becomes, vllm_door.py what a pause does to it,
+               vllm_environment.py what vLLM finds when it starts
 process.py     an engine in its own process; frames.py, remote.py and server.py are the wire between them
 requests.py    what every engine refuses, the answers that need no model, and those that cannot be true
 controller.py  the one door; routing.py gives requests to engines, publishing.py gives them weights

@@ -362,7 +362,7 @@ class RolloutController:
             running=sum(member.stats.running for member in members),
             waiting=sum(member.stats.waiting for member in members) + self._router.waiting,
             generated_tokens=sum(member.tokens_before + member.stats.generated_tokens for member in members),
-            busy_seconds=sum(member.stats.busy_seconds for member in members),
+            busy_seconds=sum(member.busy_before + member.stats.busy_seconds for member in members),
             cache_use=sum(shares) / len(shares) if shares else 0.0,
         )
 

@@ -83,11 +83,14 @@ class Member:
         self.tokens_seen = 0
         """At its last health check."""
         self.tokens_before = 0
-        """Made by processes of this engine that are gone."""
+        """Made by processes of this engine that are gone, as far as they were seen."""
+        self.busy_before = 0.0
+        """The same."""
 
     def forget_process(self) -> None:
-        """Its process is replaced: the count of tokens goes on."""
+        """Its process is replaced: the counts go on."""
         self.tokens_before += self.stats.generated_tokens
+        self.busy_before += self.stats.busy_seconds
         self.stats = EngineStats()
         self.tokens_seen = 0
 

@@ -3,11 +3,9 @@
     VllmEngine            in that process: the port over `AsyncLLM`
     StoredWeightTransfer  in the processes that vLLM starts: reads stored weights where they are, and loads them
 
-vLLM pauses as a whole. A pause of ours ends what is aborted, one by one, and freezes vLLM when a kept request is there
-and no served one: a kept request goes on, under the weights that are loaded, while another is served. What is kept and
-new waits at the door.
+What a pause does to each request is in `vllm_door.py`: vLLM pauses as a whole.
 
-A weight update is vLLM's own too, always under its pause: `start_weight_update`, `update_weights` with the record that
+A weight update is vLLM's own, always under its pause: `start_weight_update`, `update_weights` with the record that
 says where the bytes are, `finish_weight_update` with the model step as the version. vLLM then names the version of
 every run of tokens, and that is what an answer reports: not what this file believes is loaded. It does so with the last
 token: the earlier pieces of a stream have what was loaded when they arrived.
@@ -20,7 +18,7 @@ import contextlib
 import itertools
 import os
 import sys
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,8 +48,9 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from penstock.engine.config import VllmEngineConfig
 from penstock.engine.requests import ABORTED, FULL, check_request, check_score, rest_of
 from penstock.engine.vllm_answers import Answer, Stopwatch, StraddlingStop, seed_of, step_of
+from penstock.engine.vllm_door import Door
 from penstock.engine.vllm_environment import WITHOUT_AMX, die_with_parent
-from penstock.errors import DataFailure, InfrastructureFailure, RunError, WeightSyncError
+from penstock.errors import DataFailure, InfrastructureFailure, WeightSyncError
 from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, Tokenizer, WeightSource
 from penstock.rollout import FailureReason, pack_logprobs, unpack_ids
 from penstock.weights.stored import DiskWeights, SharedMemoryWeights, StoredWeights
@@ -59,7 +58,6 @@ from penstock.weights.stored import DiskWeights, SharedMemoryWeights, StoredWeig
 BACKEND = "penstock"
 CORE_DIED = 70
 """How this process ends when vLLM's own has ended."""
-_END_RETRY_S = 0.05
 
 
 def build_engine(config: VllmEngineConfig, model_dir: str, tokenizer: Tokenizer) -> VllmEngine:
@@ -100,24 +98,10 @@ class VllmEngine:
         self._tokenizer = tokenizer
         self._stats = stats
         self._max_running = max_running
-        self._can_sleep = can_sleep
         self._vocab_size: int = llm.model_config.get_vocab_size()
         self._stop_ids = [token for token in tokenizer.stop_ids if token < self._vocab_size]
         self._max_context: int = llm.model_config.max_model_len
-        self._live: set[Answer] = set()
-        """Given to vLLM."""
-        self._at_door: set[Answer] = set()
-        """Not yet."""
-        self._paused = False
-        self._last: frozenset[Answer] | None = None
-        """While asleep, or falling asleep: the requests that finish first. None: awake."""
-        self._frozen = False
-        """vLLM's scheduler stands still."""
-        self._door = asyncio.Event()
-        """Set, and replaced, when those at the door may pass."""
-        self._control = asyncio.Lock()
-        """Pause, continue and weight updates, one at a time."""
-        self._adjusting: set[asyncio.Task[None]] = set()
+        self._door = Door(llm, can_sleep=can_sleep, on_change=self._note_work)
         self._loaded_step = 0
         self._numbers = itertools.count()
         self._damage = ""
@@ -152,15 +136,18 @@ class VllmEngine:
         self._check_weights()
         if len(request.response_ids) >= 4 * request.params.max_tokens:
             return FULL
-        return ABORTED if self._paused and request.on_pause == "abort" else None
+        return ABORTED if self._door.paused and request.on_pause == "abort" else None
 
     async def _outputs(self, answer: Answer, request: GenerateRequest) -> AsyncGenerator[bool, None]:
         """Whatever vLLM sends goes into the answer; whether that was the last of it."""
         given = unpack_ids(request.response_ids).tolist()
         stop = StraddlingStop(self._tokenizer, request.params.stop, given)
         prompt = tokens_input(unpack_ids(request.prompt_ids).tolist() + given)
-        async with self._given_to_vllm(answer):
-            with _as_failures(request.request_id):
+        with _as_failures(request.request_id):
+            async with self._door.passing(answer) as passed:
+                if not passed:
+                    answer.abort()
+                    return
                 async for output in self._llm.generate(prompt, self._params(request, len(given)), request.request_id):
                     new = output.outputs[0]
                     answer.take(new, self._loaded_step)
@@ -180,66 +167,13 @@ class VllmEngine:
         name = f"score-{next(self._numbers)}"
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, ignore_eos=True)
         tables: Any = None
-        async with self._given_to_vllm(Answer(name, "serve")):
-            with _as_failures(name):
+        with _as_failures(name):
+            async with self._door.passing(Answer(name, "serve")):
                 async for output in self._llm.generate(tokens_input(tokens), params, name):
                     tables = output.prompt_logprobs or tables
         if tables is None or len(tables) != len(tokens):
             raise InfrastructureFailure(f"{name}: vLLM scored nothing", reason=FailureReason.ENGINE_ERROR)
         return pack_logprobs([table[token].logprob for table, token in zip(tables[1:], tokens[1:], strict=True)])
-
-    @contextlib.asynccontextmanager
-    async def _given_to_vllm(self, answer: Answer) -> AsyncGenerator[None, None]:
-        """Waits at the door while it may not run."""
-        self._at_door.add(answer)
-        try:
-            while not self._may_run(answer):
-                await self._door.wait()
-            self._at_door.discard(answer)
-            self._live.add(answer)
-            self._note_work()
-            if self._frozen and self._paused:  # it is served: vLLM must run for it
-                async with self._control:
-                    await self._adjust()
-            yield
-        finally:
-            self._at_door.discard(answer)
-            self._live.discard(answer)
-            self._note_work()
-            answer.ended.set()
-            if self._paused and answer.on_pause == "serve":
-                task = asyncio.create_task(self._adjust_later(), name="freeze what is kept")
-                self._adjusting.add(task)
-                task.add_done_callback(self._adjusting.discard)
-
-    def _may_run(self, answer: Answer) -> bool:
-        if self._last is not None:
-            return answer in self._last
-        return not self._paused or answer.on_pause == "serve"
-
-    async def _adjust_later(self) -> None:
-        async with self._control:
-            # Whoever asks next hears of a failure.
-            with contextlib.suppress(InfrastructureFailure), _as_failures("pause_generation"):
-                await self._adjust()
-
-    async def _adjust(self) -> None:
-        """Freeze vLLM, or let it run, as the requests that it has now need it."""
-        kinds = {answer.on_pause for answer in self._live}
-        freeze = self._paused and self._last is None and "keep" in kinds and "serve" not in kinds
-        if freeze and not self._frozen:
-            # Caches are for the same weights still; an update clears them.
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
-            self._frozen = True
-            await self._settle()
-        elif self._frozen and not freeze and (self._live or not self._paused):
-            await self._llm.resume_generation()
-            self._frozen = False
-        self._note_work()
-
-    def _open_door(self) -> None:
-        self._door.set()
-        self._door = asyncio.Event()
 
     def _params(self, request: GenerateRequest, given: int) -> SamplingParams:
         params = request.params
@@ -261,79 +195,25 @@ class VllmEngine:
         )
 
     async def pause_generation(self) -> None:
-        async with self._control:
-            if self._paused:
-                return
-            self._paused = True
-            with _as_failures("pause_generation"):
-                ending = [answer for answer in self._live if answer.on_pause == "abort"]
-                if len(ending) == len(self._live) and not self._frozen:
-                    await self._llm.pause_generation(mode="abort", clear_cache=False)
-                    self._frozen = True
-                await self._end(ending)
-                await self._adjust()
+        with _as_failures("pause_generation"):
+            await self._door.pause()
 
     async def continue_generation(self) -> None:
-        async with self._control:
-            with _as_failures("continue_generation"):
-                await self._rouse()
-                self._paused = False
-                await self._adjust()
-            self._open_door()
+        with _as_failures("continue_generation"):
+            await self._door.resume()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        ids = frozenset(request_ids)
         with _as_failures("abort"):
-            await self._end([answer for answer in self._live if answer.request_id in ids])
-
-    async def _end(self, answers: Iterable[Answer]) -> None:
-        """Returns when these have ended. Asks again: a request that vLLM is still taking in is not known to it yet."""
-        left = list(answers)
-        while left := [answer for answer in left if not answer.ended.is_set()]:
-            await self._llm.abort([answer.request_id for answer in left])
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_END_RETRY_S):
-                    await left[0].ended.wait()
-
-    async def _settle(self) -> None:
-        """The tokens of the last step have arrived: they were sent before the answer to this call."""
-        await self._llm.get_weight_version()
-        for _ in range(10):
-            await asyncio.sleep(0)
+            await self._door.abort(request_ids)
 
     async def sleep(self) -> None:
-        """On a GPU, move the weights away and drop the cache; a CPU build has nothing to give up."""
-        async with self._control:
-            if not self._paused:
-                raise RunError("the engine cannot sleep: it is not paused; pause it first")
-            if self._last is None:
-                self._last = frozenset(self._live | self._at_door)
-                with _as_failures("sleep"):
-                    await self._adjust()
-                self._open_door()
-            last = self._last
-        for answer in last:
-            await answer.ended.wait()
-        async with self._control:
-            if self._last is not last:
-                raise RunError("the engine was woken before it slept")
-            if self._can_sleep:
-                with _as_failures("sleep"):
-                    await self._llm.sleep(level=1)
-                    self._frozen = True
+        """A CPU build has nothing to give up."""
+        with _as_failures("sleep"):
+            await self._door.sleep()
 
     async def wake(self) -> None:
-        async with self._control:
-            with _as_failures("wake"):
-                await self._rouse()
-                await self._adjust()
-            self._open_door()
-
-    async def _rouse(self) -> None:
-        if self._last is not None and self._can_sleep:
-            await self._llm.wake_up()
-            self._frozen = False  # waking up starts vLLM's scheduler
-        self._last = None
+        with _as_failures("wake"):
+            await self._door.wake()
 
     async def load_weights(self, source: WeightSource, model_step: int) -> LoadedWeights:
         if not isinstance(source, SharedMemoryWeights | DiskWeights):
@@ -342,12 +222,11 @@ class VllmEngine:
 
     async def load_stored(self, stored: StoredWeights, model_step: int) -> LoadedWeights:
         """vLLM's workers read the bytes themselves. Frozen answers are computed anew under the new weights."""
-        async with self._control:
+        async with self._door.control:
             self._check_weights()
             with _as_failures("load_weights"):
-                if not self._frozen:  # also under a request that is served
-                    await self._llm.pause_generation(mode="keep", clear_cache=False)
-                    await self._settle()
+                if not self._door.frozen:  # also under a request that is served
+                    await self._door.freeze()
                 try:
                     checksum = await self._update(stored, model_step)
                     self._loaded_step = model_step
@@ -355,7 +234,7 @@ class VllmEngine:
                     self._damage = f"loading weights {model_step} was cancelled half way"
                     raise
                 finally:
-                    if not self._frozen and not self._damage:
+                    if not self._door.frozen and not self._damage:
                         await self._llm.resume_generation()
         return LoadedWeights(model_step=model_step, checksum=checksum)
 
@@ -397,13 +276,14 @@ class VllmEngine:
             await self._llm.get_weight_version()
 
     async def stats(self) -> EngineStats:
-        running = min(len(self._live), self._max_running)
+        inside = len(self._door.inside)
+        running = min(inside, self._max_running)
         return EngineStats(
             running=running,
-            waiting=len(self._live) - running + len(self._at_door),
+            waiting=inside - running + len(self._door.before),
             generated_tokens=self._generated_tokens,
             busy_seconds=self._busy.seconds(),
-            cache_use=self._stats.cache_use if self._live else 0.0,
+            cache_use=self._stats.cache_use if inside else 0.0,
         )
 
     async def close(self) -> None:
@@ -416,7 +296,7 @@ class VllmEngine:
             )
 
     def _note_work(self) -> None:
-        self._busy.run(bool(self._live) and not self._frozen)
+        self._busy.run(bool(self._door.inside) and not self._door.frozen)
 
 
 class _Stats(StatLoggerBase):

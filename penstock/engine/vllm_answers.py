@@ -52,6 +52,10 @@ class Answer:
         if output.weight_versions:
             self._steps = tuple((step_of(run.version), run.end - run.start) for run in output.weight_versions)
 
+    def abort(self) -> None:
+        """It ends before vLLM was asked."""
+        self._finish_reason = str(FinishReason.ABORT)
+
     def piece(self, sent: int) -> Completion:
         """What came after the first `sent` tokens, which came in whole pieces.
 

@@ -37,7 +37,7 @@ def worker(model_dir: Path) -> TorchTrainWorker:
     """The trainer with weights that are not the engine's."""
     worker = TrainWorkerConfig().build(model_dir, total_steps=1, deterministic=False, threads=1)
     generator = torch.Generator().manual_seed(1)
-    for _, tensor in worker.tensors():
+    for _, tensor in worker.weights.tensors():
         tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
     return worker
 
@@ -64,7 +64,7 @@ def test_after_a_sync_greedy_answers_are_the_trainers_and_before_they_are_not(
             return DiskChannel(weights, engine, tmp_path)
 
         untrained = TrainWorkerConfig().build(model_dir, total_steps=1, deterministic=False, threads=1)
-        first, second = channel(untrained), channel(worker)
+        first, second = channel(untrained.weights), channel(worker.weights)
         await first.publish(0)
         for prompt, answer in zip(PROMPTS, await answers(), strict=True):
             assert answer != likeliest(worker, prompt, answer)
@@ -126,7 +126,7 @@ def test_killed_it_takes_its_processes_along_and_a_restart_begins_at_step_0(
     run: Callable[..., Any], engine: ProcessEngine, worker: TorchTrainWorker
 ) -> None:
     async def check() -> None:
-        await engine.load_weights(worker, 4)
+        await engine.load_weights(worker.weights, 4)
         processes = processes_of(engine)
         assert len(processes) > 1
         serving = asyncio.create_task(engine.generate(ask("serving", max_tokens=LONG)))
@@ -138,7 +138,7 @@ def test_killed_it_takes_its_processes_along_and_a_restart_begins_at_step_0(
         assert not alive
         await engine.restart()
         assert await engine.model_step() == 0
-        await engine.load_weights(worker, 4)
+        await engine.load_weights(worker.weights, 4)
         answer = ids_of(await engine.generate(ask("again", PROMPTS[2], temperature=0.0, max_tokens=20)))
         assert answer == likeliest(worker, PROMPTS[2], answer)
 
@@ -151,7 +151,7 @@ def test_the_controller_restarts_it_with_the_current_weights_and_finishes_what_i
     async def check() -> None:
         limits = RolloutControllerConfig(unavailable_timeout_s=DEADLINE, start_timeout_s=DEADLINE)
         controller = limits.build({"vllm": engine}, model_step=await engine.model_step())
-        channel = SharedMemoryChannel(worker, controller)
+        channel = SharedMemoryChannel(worker.weights, controller)
         await channel.publish(5)
         expected = [ids_of(await controller.generate(ask("e", prompt, temperature=0.0))) for prompt in PROMPTS]
         before = (await engine.stats()).generated_tokens
@@ -188,7 +188,7 @@ def test_of_two_behind_one_controller_a_killed_one_is_fenced_its_work_is_done_by
 
     async def check() -> None:
         controller = RolloutControllerConfig(start_timeout_s=DEADLINE).build(engines, observer=Watching())
-        channel = SharedMemoryChannel(worker, controller)
+        channel = SharedMemoryChannel(worker.weights, controller)
         await controller.check_health()
         await active(*engines)
         await channel.publish(2)

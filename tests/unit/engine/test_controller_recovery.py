@@ -197,3 +197,15 @@ def test_restarting_an_unknown_engine_names_the_known_ones() -> None:
             await controller.restart("engine-7")
 
     play(test)
+
+
+def test_how_long_the_engines_worked_is_told_across_restarts() -> None:
+    async def test(controller: RolloutController, engines: dict[str, Any]) -> None:
+        await ask_all(controller, 3)
+        assert (await controller.stats()).busy_seconds == 3.0
+        await controller.restart("a")
+        await ask_all(controller, 2)
+        stats = await controller.stats()
+        assert (stats.busy_seconds, stats.engines) == (5.0, 1)
+
+    play(test, names="a")
