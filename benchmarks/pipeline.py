@@ -20,10 +20,10 @@ from penstock.produce.context import TaskRuntime
 from penstock.produce.failures import DeadLetters, FailurePolicy
 from penstock.produce.task import Task
 from penstock.replay import ReplayBuffer
-from penstock.rollout import FinishReason, Group, Prompt, RolloutState, Status, Tokens, Verdict
+from penstock.rollout import FinishReason, Group, Prompt, RolloutState, Status, Tokens, Verdict, linear
 
 K = 8
-ANSWER = Tokens().append(range(64), [0.0] * 64, model_step=0)
+ANSWER = linear(Tokens().append(range(64), [0.0] * 64, model_step=0))
 VERDICT = Verdict(1.0)
 
 
@@ -46,7 +46,7 @@ class Instant:
 
 
 def _answer(rollout: RolloutState) -> None:
-    rollout.response = ANSWER
+    rollout.segments = ANSWER
     rollout.finish_reason = FinishReason.STOP
     rollout.reward = VERDICT
     rollout.status = Status.COMPLETED

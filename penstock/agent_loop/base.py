@@ -111,7 +111,7 @@ class AgentLoop:
         finally:
             for transcript in transcripts:
                 transcript.doing = ""
-                del self._transcripts[transcript.rollout.rollout_id]
+                self._transcripts.pop(transcript.rollout.rollout_id, None)
         return group
 
     async def generate(

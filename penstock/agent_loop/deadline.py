@@ -66,6 +66,12 @@ class Clock:
             self._timer.cancel()
         self._timer = self._left = None
 
+    def end(self) -> None:
+        """The task is done. Lets go of everything, so that nothing waits for the garbage collector."""
+        self.stop()
+        self._plays = self._task = None
+        self._stage = str
+
     def hold(self) -> None:
         """May be nested."""
         self._held += 1
@@ -143,7 +149,7 @@ class Plays:
         clock = self._running.pop(task, None)
         if clock is None:
             return
-        clock.stop()
+        clock.end()
         if error is not None and not self._over.done():
             self._over.set_exception(error)
         self._go_on()

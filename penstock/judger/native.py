@@ -60,6 +60,8 @@ class NativeJudgerConfig(JudgerConfig):
     max_calls_per_worker: Count = 10_000
     max_worker_memory: Count = 2 << 30
     """Resident bytes; a worker above it is replaced, during a call or after it."""
+    environment: list[str] = []
+    """Variables that a worker gets besides those that every program needs (an API key); see `penstock.environment`."""
     max_concurrency: Count = 64
     """Calls of an async function at a time."""
     breaker_failures: Count = 20
@@ -166,6 +168,7 @@ class NativeJudger(Judger):
             start_timeout_s=config.start_timeout_s,
             max_calls=config.max_calls_per_worker,
             max_memory=config.max_worker_memory,
+            environment=tuple(config.environment),
         )
         self._caller = FunctionCaller(config.reward_handler, limits, config.max_concurrency)
         self._breaker = Breaker(config.breaker_failures, config.breaker_backoff_s, max(60.0, config.breaker_backoff_s))

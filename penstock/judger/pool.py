@@ -18,12 +18,13 @@ import struct
 import subprocess
 import sys
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from penstock.environment import child_environment
 from penstock.judger import worker as worker_program
 from penstock.judger.slots import NoSlot, Slots
 from penstock.judger.worker import Reply, Setup, frame
@@ -49,6 +50,8 @@ class PoolLimits(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: float = 60.0
     max_calls: int = 10_000
     max_memory: int = 2 << 30
+    environment: tuple[str, ...] = ()
+    """Names of variables that a worker sees besides what programs need to start and compute."""
 
 
 def _take_note(task: asyncio.Task[Reply]) -> None:
@@ -60,7 +63,7 @@ def _take_note(task: asyncio.Task[Reply]) -> None:
 class Worker:
     """One process and the channel to it."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, environment: Sequence[str] = ()) -> None:
         self._channel, theirs = socket.socketpair()
         self._channel.setblocking(False)
         # Started from the loop's own thread: the kernel ends a worker with the thread that started it.
@@ -68,6 +71,7 @@ class Worker:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", str(Path(worker_program.__file__)), str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
+                env=child_environment(environment),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
@@ -281,7 +285,7 @@ class WorkerPool:
             raise CallFailed("start", f"no worker process could be started: {error}") from None
 
     def _start(self) -> Worker:
-        worker = Worker(self._setup)
+        worker = Worker(self._setup, self._limits.environment)
         self._workers.add(worker)
         return worker
 

@@ -88,5 +88,5 @@ def rollout_staleness(rollout: RolloutState, train_step: int) -> int:
 
 
 def group_staleness(group: Group, train_step: int) -> int:
-    made = {rollout.steps for rollout in group if rollout.steps}
-    return max([calculate_seq_staleness(min(steps)[0], train_step) for steps in made], default=0)
+    made = {rollout.steps for rollout in group}
+    return max([calculate_seq_staleness(min(steps)[0], train_step) for steps in made if steps], default=0)

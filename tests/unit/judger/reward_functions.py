@@ -152,3 +152,8 @@ def make_closure():
 
 
 not_a_function = 3
+
+
+def sees_variable(response, label, extra_info):
+    """Whether a worker sees the variable that the label names."""
+    return float(label in os.environ)

@@ -372,3 +372,11 @@ def test_a_closed_judger_says_so(rewards, make_config, answered):
 def test_actors_without_ray_are_refused(rewards, make_config):
     with pytest.raises(ConfigError, match="num_ray_actors is 2"):
         make_config(rewards.length, num_ray_actors=2).build()
+
+
+def test_a_worker_sees_only_the_variables_that_are_named_to_it(rewards, make_config, answered, monkeypatch):
+    monkeypatch.setenv("MY_SECRET", "hush")
+    monkeypatch.setenv("MY_API_KEY", "for the judge")
+    judger = make_config(rewards.sees_variable, environment=["MY_API_KEY"]).build()
+    seen = judge_all(judger, *(answered("a", name) for name in ("PATH", "MY_SECRET", "MY_API_KEY")))
+    assert seen == [Verdict(1.0), Verdict(0.0), Verdict(1.0)]
