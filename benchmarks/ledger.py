@@ -3,7 +3,10 @@
 ledger.durable_groups_per_s   512 groups at once, each waits until it is durable
 ledger.vs_bare_sqlite         that, against the same groups made, encoded and inserted in a plain table, 64 a commit
 ledger.ack_p99_ms             how long a finished group waits at half that rate; the median of five quiet rounds
+ledger.durable_turns_per_s    turns of 64 tokens of groups that are being played, each waits until it is durable
+ledger.index_us_per_group     what the indexes for readers cost the writer, from a group's draw to its training
 ledger.open_100k_s            open and restore a ledger that holds 100,000 completed groups
+ledger.story_ms               the story of one group among them
 ledger.step_wait_percent      of a `quickstart` step, the time in which some ledger call was under way
 """
 
@@ -25,9 +28,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.cli import load_config
-from penstock.replay import Ledger, ReplayBuffer, StaleRule, Storage
+from penstock.ports import FinishedTurn
+from penstock.replay import LEDGER_FILE, Ledger, ReplayBuffer, StaleRule, Storage, group_story
 from penstock.replay.codec import RolloutsEncoder, encode_rollouts
-from penstock.rollout import FinishReason, Group, Prompt, RolloutState, Status, Tokens, Verdict, pack_ids
+from penstock.replay.disk import SqliteDisk
+from penstock.replay.jobs import Job, apply
+from penstock.rollout import FinishReason, Group, Prompt, RolloutState, Status, Tokens, Turn, Verdict, pack_ids
 
 K = 8
 TOKENS = 64
@@ -86,6 +92,89 @@ async def ledger_rate(directory: Path, groups: int) -> float:
     seconds = time.perf_counter() - started
     await buffer.close()
     return groups / seconds
+
+
+async def turn_rate(directory: Path, turns: int) -> float:
+    """As many rollouts as wait at once are played side by side, each a turn after the other."""
+    buffer = ReplayBuffer(storage=Ledger.open(directory))
+    groups = [new_group(draw) for draw in range(IN_FLIGHT // K)]
+    for group in groups:
+        buffer.draw(group, group[0].draw + 1)
+    each = turns // IN_FLIGHT
+    turn = Turn("generate", TOKENS, FinishReason.STOP, "The answer is 42.")
+
+    async def play_turns(rollout: RolloutState) -> None:
+        for index in range(each):
+            finished = FinishedTurn(
+                task_name="sums",
+                group_id=rollout.group_id,
+                rollout_id=rollout.rollout_id,
+                index=index,
+                turn=turn,
+                tokens=ANSWER,
+            )
+            await buffer.append(finished, durable=True)
+
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as players:
+        for group in groups:
+            for rollout in group:
+                players.create_task(play_turns(rollout))
+    seconds = time.perf_counter() - started
+    await buffer.close()
+    return each * IN_FLIGHT / seconds
+
+
+class _Jobs:
+    """A writer that only collects."""
+
+    def __init__(self) -> None:
+        self.taken: list[Job] = []
+
+    def submit(self, job: Job) -> int:
+        self.taken.append(job)
+        return len(self.taken)
+
+
+def index_costs(directory: Path, groups: int) -> dict[str, float]:
+    """Microseconds a group, by index. The same transactions without and with each, no fsync, the best of seven."""
+    ledger = Ledger.open(directory, threaded=False)
+    jobs = ledger._writer = _Jobs()  # type: ignore[assignment]
+    buffer = ReplayBuffer(storage=ledger)
+    for step, first in enumerate(range(0, groups, AT_ONCE), 1):
+        drawn = [new_group(draw) for draw in range(first, first + AT_ONCE)]
+        for group in drawn:
+            buffer.draw(group, group[0].draw + 1)
+        for group in drawn:
+            play(group)
+            buffer.put(group, "sums", model_step=0, current_train_step=1, stale_threshold=1000)
+        buffer.take_batch({"sums": AT_ONCE}, train_step=step)
+        buffer.commit(step)
+    connection = sqlite3.connect(directory / LEDGER_FILE)
+    rows = connection.execute("SELECT name, sql FROM sqlite_schema WHERE type = 'index' AND sql NOT NULL").fetchall()
+    connection.close()
+    made: dict[str, str] = dict(rows)
+    added = [[], *([name] for name in made), [*made]]
+    best = [float("inf")] * len(added)
+    for _ in range(7):
+        for number, names in enumerate(added):
+            with tempfile.TemporaryDirectory(dir=directory) as name:
+                asyncio.run(Ledger.open(Path(name), threaded=False).close())
+                disk = SqliteDisk().connect(Path(name) / LEDGER_FILE)
+                disk.execute("PRAGMA synchronous = OFF")
+                for dropped in made.keys() - names:
+                    disk.execute(f"DROP INDEX {dropped}")
+                started = time.process_time()
+                for first in range(0, len(jobs.taken), 4 * AT_ONCE):  # type: ignore[union-attr]
+                    disk.execute("BEGIN IMMEDIATE")
+                    apply(disk, jobs.taken[first : first + 4 * AT_ONCE])  # type: ignore[union-attr]
+                    disk.execute("COMMIT")
+                best[number] = min(best[number], time.process_time() - started)
+                disk.close()
+    labels = ["none", *made, "all"]
+    return {
+        label: round((seconds - best[0]) / groups * 1e6, 2) for label, seconds in zip(labels, best, strict=True)
+    } | {"none": round(best[0] / groups * 1e6, 2)}
 
 
 def bare_rate(directory: Path, groups: int, *, ready: bytes | None = None) -> float:
@@ -175,7 +264,6 @@ def _batched(n: int, size: int) -> Iterator[range]:
 
 
 async def open_seconds(directory: Path, groups: int) -> float:
-    await fill(directory, groups)
     started = time.perf_counter()
     buffer = ReplayBuffer(storage=Ledger.open(directory))
     buffer.restore(0, {"sums": StaleRule(1000)})
@@ -293,8 +381,20 @@ def main() -> None:
                 "target": "< 20",
             },
         )
-        seconds = asyncio.run(open_seconds(fresh(), asked.open_groups))
+        turns = [asyncio.run(turn_rate(fresh(), asked.groups)) for _ in range(3)]
+        detail: dict[str, object] = {"tokens": TOKENS, "in_flight": IN_FLIGHT, "runs": [round(each) for each in turns]}
+        say("ledger.durable_turns_per_s", statistics.median(turns), "turns/s", detail)
+        costs = index_costs(fresh(), min(asked.groups, 4096))
+        without = costs.pop("none")
+        say("ledger.index_us_per_group", costs.pop("all"), "us", {"each": costs, "writing_without_any": without})
+        large = fresh()
+        asyncio.run(fill(large, asked.open_groups))
+        started = time.perf_counter()
+        group_story(large, f"sums:{asked.open_groups // 2}")
+        story = time.perf_counter() - started
+        seconds = asyncio.run(open_seconds(large, asked.open_groups))
         say("ledger.open_100k_s", seconds, "s", {"groups": asked.open_groups, "target": "< 5"})
+        say("ledger.story_ms", story * 1e3, "ms", {"groups": asked.open_groups})
         waited, whole = step_wait(fresh(), asked.steps)
         detail = {"waited_s": round(waited, 4), "steps_s": round(whole, 2), "steps": asked.steps, "target": "< 1"}
         say("ledger.step_wait_percent", 100 * waited / whole, "%", detail)

@@ -1,4 +1,4 @@
-"""How much memory a rollout's record takes: bytes a token, and bytes a rollout beside its tokens.
+"""How much a rollout's record takes, in memory and in the ledger: bytes a token, and bytes a rollout beside them.
 
 Prints one JSON line per figure. Groups of 8 share their prompt, as the sampler makes them.
 """
@@ -11,15 +11,16 @@ import tracemalloc
 
 import numpy as np
 
+from penstock.replay.codec import encode_rollouts
 from penstock.rollout import Group, Prompt, RolloutState, Status, Tokens, Verdict
 
 K = 8
 GROUPS = 500
 
 
-def make_groups(tokens: int) -> list[Group]:
+def make_groups(tokens: int, n: int = GROUPS) -> list[Group]:
     groups = []
-    for draw in range(GROUPS):
+    for draw in range(n):
         prompt = Prompt(ids=bytes(4 * 64), ground_truth="42", data_source="sums")
         group = []
         for k in range(K):
@@ -45,16 +46,22 @@ def bytes_per_rollout(tokens: int) -> float:
     return used / (len(groups) * K)
 
 
+def stored_bytes_per_rollout(tokens: int) -> float:
+    group = make_groups(tokens, 1)[0]
+    return len(encode_rollouts(group)) / K
+
+
 def main() -> None:
     short, long = 64, 1064
-    small, large = bytes_per_rollout(short), bytes_per_rollout(long)
-    per_token = (large - small) / (long - short)
     detail = {"groups": GROUPS, "rollouts_per_group": K, "tokens": [short, long]}
-    for figure, value in (
-        ("records.bytes_per_token", per_token),
-        ("records.bytes_per_rollout", small - per_token * short),
-    ):
-        print(json.dumps({"figure": figure, "value": round(value, 2), "unit": "bytes", "detail": detail}))
+    for where, measure in (("", bytes_per_rollout), ("stored_", stored_bytes_per_rollout)):
+        small, large = measure(short), measure(long)
+        per_token = (large - small) / (long - short)
+        for figure, value in (
+            (f"records.{where}bytes_per_token", per_token),
+            (f"records.{where}bytes_per_rollout", small - per_token * short),
+        ):
+            print(json.dumps({"figure": figure, "value": round(value, 2), "unit": "bytes", "detail": detail}))
 
 
 if __name__ == "__main__":

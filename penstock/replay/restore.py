@@ -142,14 +142,13 @@ def _held(connection: Connection, live: Iterable[GroupRow], checkpoint_step: int
                 f"{path}: group {group.group_id!r} ({group.state} at step {group.train_step}) has no content any more; "
                 f"checkpoint {checkpoint_step} is older than what the ledger keeps. Resume from a later checkpoint"
             )
-        stored = StoredGroup(group.task, group.group_id, group.draw, draw.content, None)
-        oldest = oldest_newest = None
+        content = oldest = oldest_newest = None
         if rollouts is not None and rollouts.sequence == group.sequence:
-            stored = msgspec.structs.replace(stored, rollouts=rollouts.content)
-            oldest, oldest_newest = rollouts.oldest, rollouts.oldest_newest
+            content, oldest, oldest_newest = rollouts.content, rollouts.oldest, rollouts.oldest_newest
             rollouts = next(played, None)
         elif group.tokens or set(group.statuses) - set(UNPLAYED):
             raise damaged(path, f"the rollouts of group {group.group_id!r} are missing")
+        stored = StoredGroup(group.task, group.group_id, group.draw, draw.content, content)
         draw = next(draws, None)
         mine = turns.pop(group.sequence, [])
         if mine and group.state != GroupState.RUNNING:

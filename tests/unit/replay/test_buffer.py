@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from penstock.errors import ConfigError, IllegalTransition, NotReady
 from penstock.replay import DiscardReason, GroupState, ReplayBuffer, ReplayBufferConfig, StaleRule
 from penstock.replay.shelf import Shelf
-from penstock.rollout import UNKNOWN_STEP, Failure, Group, Status, Tokens
+from penstock.rollout import UNKNOWN_STEP, Failure, FailureReason, Group, Status, Tokens
 
 S = Status
 
@@ -73,6 +74,32 @@ def test_waiting_for_a_batch_ends_with_the_group_that_completes_it(groups: Any) 
         buffer.draw(group, 8)
         await groups.put(buffer, groups.play(group))
         await waiting
+
+    asyncio.run(main())
+
+
+def test_only_what_arrives_or_leaves_wakes_those_who_wait(groups: Any) -> None:
+    async def main() -> None:
+        buffer = ReplayBuffer()
+
+        async def wakes(act: Callable[[], object]) -> bool:
+            waiting = asyncio.create_task(buffer.changed.wait())
+            await asyncio.sleep(0)
+            act()
+            await asyncio.sleep(0)
+            woken = waiting.done()
+            waiting.cancel()
+            return woken
+
+        first, second = groups.new(0), groups.new(1)
+        assert not await wakes(lambda: buffer.draw(first, 1))
+        buffer.draw(second, 2)
+        groups.play(first)
+        assert await wakes(lambda: buffer.put(first, "sums", model_step=0, current_train_step=1, stale_threshold=2))
+        assert not await wakes(lambda: buffer.refresh_staleness(1))
+        assert await wakes(lambda: buffer.take_batch({"sums": 1}, train_step=1))
+        assert not await wakes(lambda: buffer.commit(1))
+        assert await wakes(lambda: buffer.discard(second, "sums", DiscardReason.CANCELLED))
 
     asyncio.run(main())
 
@@ -207,7 +234,7 @@ def test_a_failed_group_is_not_stored(groups: Any) -> None:
         buffer = ReplayBuffer()
         group = groups.new(0)
         buffer.draw(group, 1)
-        group[0].fail(Failure("timeout", "the engine said nothing"))
+        group[0].fail(Failure(FailureReason.ENGINE_DEADLINE, "the engine said nothing"))
         group[1].status = S.COMPLETED
         with pytest.raises(ValueError, match="such a group is discarded, not stored"):
             await groups.put(buffer, group)

@@ -19,7 +19,7 @@ from penstock.replay import (
     render_story,
     render_summary,
 )
-from penstock.rollout import Failure, Status
+from penstock.rollout import Failure, FailureReason, Status
 
 S = Status
 RULES = {"sums": StaleRule(2), "code": StaleRule(2)}
@@ -52,7 +52,7 @@ async def run_some(buffer: ReplayBuffer, groups: Any) -> None:
     buffer.refresh_staleness(3)
     await groups.put(buffer, groups.play(sums[2], model_step=2, statuses=[S.ABORTED, S.COMPLETED]), step=3)
     groups.play(sums[4], tokens=1)
-    sums[4][1].fail(Failure("timeout", "the engine said nothing for 60 s", infrastructure=True))
+    sums[4][1].fail(Failure(FailureReason.ENGINE_DEADLINE, "the engine said nothing for 60 s", infrastructure=True))
     buffer.discard(sums[4], "sums", DiscardReason.RETRIES_EXHAUSTED, train_step=3)
     await buffer.flush()
     buffer.take_batch({"code": 1}, train_step=3)
@@ -132,7 +132,7 @@ def test_the_summary_as_text_names_every_reason(live: Path) -> None:
         ("sums:1", "it was too stale for train step 3 and waits to be made again"),
         ("sums:2", "it was interrupted and waits to be played again"),
         ("sums:3", "it is being played"),
-        ("sums:4", "discarded, retries_exhausted (timeout: the engine said nothing for 60 s)"),
+        ("sums:4", "discarded, retries_exhausted (engine_deadline: the engine said nothing for 60 s)"),
         ("code:0", "it is in the batch of train step 3, which is not committed"),
     ],
 )

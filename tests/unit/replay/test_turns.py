@@ -452,6 +452,39 @@ def test_a_crash_after_any_write_keeps_every_turn_that_was_flushed_and_invents_n
         asyncio.run(buffer.close())
 
 
+def test_a_crash_during_the_restart_that_gives_turns_back_changes_nothing(
+    tmp_path: Path, groups: Any, open_buffer: Any, new_disk: Any, copy_run: Any
+) -> None:
+    async def main() -> list[Group]:
+        buffer = open_buffer(tmp_path / "live")
+        made = [groups.new(draw) for draw in range(3)]
+        for group in made:
+            buffer.draw(group, group[0].draw + 1)
+        for rollout in itertools.chain(*made):
+            player = Player(rollout)
+            await buffer.append(player.turn(player.tokens(2)))
+            await buffer.append(player.turn(player.tokens(3)))
+        await buffer.close()
+        return made
+
+    made = asyncio.run(main())
+    kills: list[Path] = []
+    disk = new_disk()
+    disk.on_commit = lambda: kills.append(copy_run(tmp_path / "live", tmp_path / f"killed{len(kills)}"))
+    buffer = open_buffer(tmp_path / "live", disk=disk, threaded=False)
+    buffer.restore(0, RULES)
+    asyncio.run(buffer.close())
+    assert len(kills) >= 4
+    for directory in kills:
+        buffer = open_buffer(directory, threaded=False)
+        back = restored(buffer)
+        for group in made:
+            assert [record(rollout) for rollout in back[group[0].group_id]] == [record(rollout) for rollout in group]
+        assert (buffer.tokens.generated, buffer.tokens.held) == (30, 30)
+        assert not rows(directory)
+        asyncio.run(buffer.close())
+
+
 def test_states_of_groups_do_not_depend_on_their_turns(tmp_path: Path, groups: Any, open_buffer: Any) -> None:
     async def main() -> None:
         buffer = open_buffer(tmp_path)
