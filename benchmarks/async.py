@@ -1,9 +1,9 @@
 """What overlapping buys: steps/s of synchronous and asynchronous production, on a virtual clock.
 
-The real loops, strategies, manager and buffer play against an engine that makes tokens at a constant rate per slot: 32 groups
-of 8 a step, 64 slots, log-normal lengths with p99/p50 = 8, a train step as long as the mean generation of a step, a
-weight sync of 2 % of it, interval 1, `max_staleness` 4. The bound is the slower of generation and training, working
-all the time. Prints one JSON line per figure, and one per variant with waste, staleness and length bias.
+The real loops, strategies, manager and buffer play against an engine that makes tokens at a constant rate per slot:
+32 groups of 8 a step, 64 slots, log-normal lengths with p99/p50 = 8, a train step as long as the mean generation of a
+step, a weight sync of 2 % of it, interval 1, `max_staleness` 4. The bound is the slower of generation and training,
+working all the time. Prints one JSON line per figure, and one per variant with waste, staleness and length bias.
 """
 
 from __future__ import annotations

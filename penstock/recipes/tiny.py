@@ -9,6 +9,7 @@ download. The model is made on the spot and answers about every third word right
 from penstock import (
     EmbeddedEngineConfig,
     EnginesConfig,
+    EvalTaskConfig,
     EvaluatorConfig,
     ReverseWordConfig,
     RLColocateTrainerConfig,
@@ -37,9 +38,9 @@ trainer = RLColocateTrainerConfig(
     ],
     evaluator=EvaluatorConfig(
         tasks=[
-            TaskSpecConfig(
+            EvalTaskConfig(
                 task_name="reverse",
-                sampler_config=SamplerConfig(dataset=words.replace("split", "eval"), prompt_repeat_k=1),
+                dataset=words.replace("split", "eval"),
                 agent_loop_config=answer,
                 judger_config=exact_match,
             )

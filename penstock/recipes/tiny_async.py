@@ -10,6 +10,7 @@ from penstock import (
     AsyncProduceStrategyConfig,
     EmbeddedEngineConfig,
     EnginesConfig,
+    EvalTaskConfig,
     EvaluatorConfig,
     ReverseWordConfig,
     RLDisaggregatedTrainerConfig,
@@ -44,9 +45,9 @@ trainer = RLDisaggregatedTrainerConfig(
     ],
     evaluator=EvaluatorConfig(
         tasks=[
-            TaskSpecConfig(
+            EvalTaskConfig(
                 task_name="reverse",
-                sampler_config=SamplerConfig(dataset=words.replace("split", "eval"), prompt_repeat_k=1),
+                dataset=words.replace("split", "eval"),
                 agent_loop_config=answer,
                 judger_config=exact_match,
             )

@@ -120,15 +120,16 @@ class RLTrainer(abc.ABC):
             await self._checkpointer.export_final(step)
 
     def _ports(self) -> LoopPorts:
+        devices = self._devices()
         return LoopPorts(
             producer=self.parts.manager,
             learner=self._learner,
             channel=self.parts.channel,
             checkpointer=self._checkpointer,
             evaluator=self._evaluator,
-            devices=self._devices(),
+            devices=devices,
             observer=self._observers,
-            gauges=Gauges(self.parts.judgers, self.parts.engine),
+            gauges=Gauges(self.parts.judgers, self.parts.engine if devices is None else None),
             stop=self._stop,
         )
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.produce import PooledStrategyConfig
+from penstock.produce import PooledStrategyConfig, TaskSpecConfig
 
 if TYPE_CHECKING:
     from penstock.trainer.config import RLTrainerConfig
@@ -57,24 +57,12 @@ def deadline_orders(config: RLTrainerConfig) -> Iterator[Order]:
     controller = config.engines.controller
     stall = Deadline("manager.stall_timeout_s", config.manager.stall_timeout_s)
     for task in config.manager.task_list:
-        where, loop = f"task {task.task_name!r}: ", task.agent_loop_config
-        yield Order(
-            Deadline(f"{where}agent_loop_config.rollout_timeout_s", loop.rollout_timeout_s),
-            stall,
-            "the run would stop before a slow rollout is given up",
-        )
-        yield Order(
-            Deadline(f"{where}agent_loop_config.judge_timeout_s", loop.judge_timeout_s),
-            stall,
-            "the run would stop before a slow judge is given up",
-        )
-        strategy = task.produce_strategy_config
-        if isinstance(strategy, PooledStrategyConfig):
-            yield Order(
-                Deadline(f"{where}produce_strategy_config.pause_timeout_s", strategy.pause_timeout_s),
-                stall,
-                "the run would stop before a slow drain is cut short",
-            )
+        yield from _task_orders(f"task {task.task_name!r}", task, stall)
+    if config.evaluator is not None:
+        manager = config.evaluator.manager_config()
+        evaluation_stall = Deadline("the evaluation's stall_timeout_s", manager.stall_timeout_s)
+        for task in manager.task_list:
+            yield from _task_orders(f"evaluator: task {task.task_name!r}", task, evaluation_stall)
     yield Order(
         Deadline("engines.controller.request_timeout_s", controller.request_timeout_s, REQUEST_TRIES),
         stall,
@@ -91,6 +79,26 @@ def deadline_orders(config: RLTrainerConfig) -> Iterator[Order]:
         Deadline("sync_timeout_s", config.sync_timeout_s),
         "one slow engine would fail the whole sync",
     )
+
+
+def _task_orders(where: str, task: TaskSpecConfig, stall: Deadline) -> Iterator[Order]:
+    loop, strategy = task.agent_loop_config, task.produce_strategy_config
+    yield Order(
+        Deadline(f"{where}: agent_loop_config.rollout_timeout_s", loop.rollout_timeout_s),
+        stall,
+        "the run would stop before a slow rollout is given up",
+    )
+    yield Order(
+        Deadline(f"{where}: agent_loop_config.judge_timeout_s", loop.judge_timeout_s),
+        stall,
+        "the run would stop before a slow judge is given up",
+    )
+    if isinstance(strategy, PooledStrategyConfig):
+        yield Order(
+            Deadline(f"{where}: produce_strategy_config.pause_timeout_s", strategy.pause_timeout_s),
+            stall,
+            "the run would stop before a slow drain is cut short",
+        )
 
 
 def deadline_problems(config: RLTrainerConfig) -> Iterator[str]:

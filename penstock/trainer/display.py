@@ -56,6 +56,9 @@ _WIDTH = 64
 class Display(abc.ABC):
     """A sink of the run's events. `notice` raises when nobody can read along any more."""
 
+    _away: frozenset[str] = frozenset()
+    """Engines that do not serve."""
+
     def notice(self, event: Event) -> None:
         match event:
             case RunBegan():
@@ -72,7 +75,7 @@ class Display(abc.ABC):
             case StepGivenBack():
                 self.note(f"train step {event.train_step} refused: {event.reason}")
             case EngineChanged() if event.reason != "closed":
-                self.note(f"{event.engine} is {event.state}{f': {event.reason}' if event.reason else ''}")
+                self._engine_changed(event)
             case Warned():
                 self.note(f"warning: {event.text}")
             case Note() | Alarm():
@@ -80,6 +83,12 @@ class Display(abc.ABC):
             case RunEnded() if event.error is None:
                 self.finish(event.summary)
         self.require_readable()
+
+    def _engine_changed(self, event: EngineChanged) -> None:
+        """That one is away is shown, and that it is back; not that it began to serve."""
+        if event.state != "active" or event.engine in self._away:
+            self.note(f"{event.engine} is {event.state}{f': {event.reason}' if event.reason else ''}")
+        self._away = self._away - {event.engine} if event.state == "active" else self._away | {event.engine}
 
     @abc.abstractmethod
     def require_readable(self) -> None:

@@ -58,7 +58,10 @@ def run(display: Display, metrics: dict[str, float]) -> None:
         display.notice(StepTrained(train_step=step, metrics=metrics))
     display.notice(Note(text="checkpoint kept"))
     display.notice(StepGivenBack(train_step=3, reason="the loss is nan"))
+    display.notice(EngineChanged(engine="engine-0", state="active", reason="well"))
     display.notice(EngineChanged(engine="engine-0", state="fenced", reason="it died"))
+    display.notice(EngineChanged(engine="engine-0", state="active"))
+    display.notice(EngineChanged(engine="engine-0", state="fenced", reason="closed"))
     display.notice(Warned(text="the disk is slow"))
     display.notice(EvaluationDone(model_step=2, metrics={"eval/accuracy": 0.9}))
     summary = {"run_directory": "runs/quickstart", "greedy": None, "accuracy": 0.9}
@@ -86,6 +89,7 @@ def test_without_a_terminal_each_step_and_each_evaluation_is_one_line() -> None:
         "checkpoint kept",
         "train step 3 refused: the loss is nan",
         "engine-0 is fenced: it died",
+        "engine-0 is active",
         "warning: the disk is slow",
         "eval after step 2  accuracy 90.0 %",
         "  run directory  runs/quickstart",

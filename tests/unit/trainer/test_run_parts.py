@@ -1,0 +1,170 @@
+"""What stands around a loop: the summary, signals, gauges, and the look at a run directory that is held at last."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import CheckpointError
+from penstock.events import EvaluationDone, Event, Exported, Note, StepTrained
+from penstock.judger import JudgerSet
+from penstock.ports import EngineStats
+from penstock.replay import ReplayBuffer
+from penstock.testing import ScriptedEngine, run_virtual
+from penstock.trainer.checkpointing import RunCheckpointer
+from penstock.trainer.checkpoints import Checkpoint, CheckpointStore
+from penstock.trainer.gauges import Gauges
+from penstock.trainer.resume import Beginning, require_unchanged
+from penstock.trainer.signals import Stop, stopped_by_signals
+from penstock.trainer.summary import SummarySink
+
+
+class Told:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    @property
+    def notes(self) -> list[str]:
+        return [event.text for event in self.events if isinstance(event, Note)]
+
+    def notice(self, event: Event) -> None:
+        self.events.append(event)
+
+
+def test_a_summary_adds_up_what_the_run_told() -> None:
+    sink = SummarySink()
+    sink.notice(EvaluationDone(model_step=0, metrics={"eval/accuracy": 0.25, "eval/failed_prompts": 2.0}))
+    for step, reward in ((1, 0.5), (2, 0.75)):
+        sink.notice(StepTrained(train_step=step, metrics={"reward/mean": reward, "time/step_s": 2.0}))
+    sink.notice(EvaluationDone(model_step=2, metrics={"eval/accuracy": 0.5}))
+    sink.notice(Exported(train_step=2, directory="runs/x/hf/final"))
+    summary = sink.plain()
+    assert summary["steps"] == 2 and summary["train_seconds"] == 4.0 and summary["hf_dir"] == "runs/x/hf/final"
+    assert (summary["reward_first"], summary["reward_last"]) == (0.5, 0.75)
+    assert (summary["eval_accuracy_before"], summary["eval_accuracy_after"]) == (0.25, 0.5)
+    assert summary["eval_after_step"] == 2 and summary["eval_failed_prompts"] == 0
+    assert sink.last_metrics == {"reward/mean": 0.75, "time/step_s": 2.0}
+
+
+def test_a_summary_goes_on_from_that_of_the_checkpoint() -> None:
+    before = SummarySink()
+    before.notice(StepTrained(train_step=1, metrics={"reward/mean": 0.5, "time/step_s": 2.0}))
+    before.summary.error, before.summary.interrupted = "out of memory", True
+    after = SummarySink()
+    after.restart(before.plain(), 4)
+    assert after.summary.steps == 4 and after.summary.reward_first == 0.5 and after.summary.train_seconds == 2.0
+    assert after.summary.error is None and not after.summary.interrupted
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_asks_for_an_end_and_the_second_cancels(number: signal.Signals) -> None:
+    stop, told = Stop(), Told()
+
+    async def run() -> None:
+        with stopped_by_signals(stop, told):
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(0.01)
+            assert stop()
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(10)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run())
+    first, second = told.notes
+    assert first.startswith(f"{number.name}: finishing the step") and second.startswith(f"{number.name}: stopping now")
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
+    stop, told = Stop(), Told()
+
+    async def run() -> None:
+        with stopped_by_signals(stop, told):
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.01)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        asyncio.run(run())
+        assert not stop() and told.notes == []
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+class Busy(ScriptedEngine):
+    """Two engines; one of them works all the time."""
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(engines=2, busy_seconds=asyncio.get_running_loop().time())
+
+
+def test_the_idle_share_is_that_of_all_engines_since_the_last_look() -> None:
+    async def main() -> list[dict[str, float]]:
+        gauges = Gauges(JudgerSet(), Busy())
+        looks = [await gauges()]
+        for seconds in (3.0, 5.0):
+            await asyncio.sleep(seconds)
+            looks.append(await gauges())
+        return looks
+
+    assert run_virtual(main()) == [{}, {"share/engine_idle": 0.5}, {"share/engine_idle": 0.5}]
+
+
+def checkpoint(step: int, path: Path) -> Checkpoint:
+    return Checkpoint(path=path, step=step, state={}, config={}, config_hash="", tensor_names=())
+
+
+def test_a_directory_that_another_process_used_meanwhile_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    fresh, empty, used = Beginning(), ReplayBuffer(), Recorded()
+    require_unchanged(fresh, tmp_path, empty, store)
+    with pytest.raises(CheckpointError, match="its ledger holds groups, but there is no checkpoint left"):
+        require_unchanged(fresh, tmp_path, used, store)
+    asyncio.run(store.save(0, state={}, config={}))
+    with pytest.raises(CheckpointError, match="another process began a run there meanwhile"):
+        require_unchanged(fresh, tmp_path, used, store)
+
+    resumed = Beginning(checkpoint(0, tmp_path), [], newest=0)
+    require_unchanged(resumed, tmp_path, used, store)
+    asyncio.run(store.save(5, state={}, config={}))
+    with pytest.raises(CheckpointError, match="another process went on with the run meanwhile"):
+        require_unchanged(resumed, tmp_path, used, store)
+
+
+class Recorded(ReplayBuffer):
+    """One with a past."""
+
+    @property
+    def position(self) -> int:
+        return 7
+
+
+class Exporter:
+    """A worker that only exports."""
+
+    async def save_hf(self, directory: Path) -> None:
+        await asyncio.to_thread(directory.mkdir, parents=True)
+
+
+def test_an_export_that_a_killed_process_still_owed_is_made_up_once(tmp_path: Path) -> None:
+    told = Told()
+    checkpointer = RunCheckpointer(
+        CheckpointStore(tmp_path / "checkpoints"),
+        Exporter(),  # type: ignore[arg-type]
+        ReplayBuffer(),
+        SummarySink(),
+        told,
+        run_dir=tmp_path,
+        model_dir=tmp_path,
+        config={},
+    )
+    asyncio.run(checkpointer.make_up_export(4))
+    asyncio.run(checkpointer.make_up_export(4))
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["step-4"]
+    assert [event.train_step for event in told.events if isinstance(event, Exported)] == [4]
