@@ -89,6 +89,18 @@ def test_auto_is_bfloat16_for_the_fused_forward_of_a_run_that_need_not_be_determ
     assert model.dtype == (torch.bfloat16 if kind == "llama" and not deterministic else torch.float32)
 
 
+def test_with_mixed_products_keys_and_values_are_bfloat16(
+    model_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.engine.torch_engine.products.has_fast_products", lambda: True)
+    exact, _ = load_model(EmbeddedEngineConfig(), str(model_dirs["qwen2"]), deterministic=False)
+    mixed, _ = load_model(EmbeddedEngineConfig(dtype="bfloat16"), str(model_dirs["qwen2"]), deterministic=False)
+    # The dtype of a model is what its cache is made of.
+    assert mixed.dtype == torch.bfloat16
+    ids = torch.arange(40) * 7 % 96
+    assert (logits_at(mixed, ids) - logits_at(exact, ids)).abs().mean() < 0.2
+
+
 def logits_at(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Of the last token, the others computed before."""
     cache = SlotCache(model.cache_layers, model.dtype, model.device)
