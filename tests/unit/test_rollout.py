@@ -136,3 +136,11 @@ def test_impossible_sampling_is_refused_by_name(wrong: dict[str, float], named: 
 def test_cut_distributions_are_known_as_such() -> None:
     assert not SampleParams().truncates
     assert all(SampleParams(**cut).truncates for cut in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}))  # type: ignore[arg-type]
+
+
+def test_a_misspelt_sampling_parameter_is_refused_with_the_nearest() -> None:
+    with pytest.raises(TypeError, match=r"SampleParams\.max_token is not a field\. Did you mean 'max_tokens'\?"):
+        SampleParams(max_token=8)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"SampleParams\.xyz is not a field\. Known: temperature, top_p"):
+        SampleParams(xyz=8)  # type: ignore[call-arg]
+    assert SampleParams(max_tokens=8).max_tokens == 8
