@@ -178,7 +178,7 @@ def _try_judgers(opened: _Opened, prompts: dict[str, PromptSet]) -> None:
     tasks = [(task, prompts[task.task_name]) for task in opened.config.manager.task_list]
     tasks += [(task, opened.eval_prompts[task.task_name]) for task in (evaluator.tasks if evaluator else [])]
     check_judgers(
-        (task.task_name, opened.judgers.get(task.judger), found.prompts)
+        (task.task_name, opened.judgers.get(task.judger), found.unrendered)
         for task, found in tasks
         if task.judger is not None
     )
