@@ -14,6 +14,7 @@ Nothing here imports torch, ray or transformers.
 
 from __future__ import annotations
 
+import difflib
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -56,7 +57,19 @@ class FinishReason(enum.StrEnum):
     """Interrupted; the tokens so far were handed back."""
 
 
-class SampleParams(msgspec.Struct, frozen=True, kw_only=True):
+class _NamesItsFields(msgspec.StructMeta):
+    """A struct that users write themselves: a misspelt field is refused with the nearest one."""
+
+    def __call__(cls, *values: Any, **fields: Any) -> Any:
+        for name in fields:
+            if name not in cls.__struct_fields__:
+                near = difflib.get_close_matches(name, cls.__struct_fields__, n=1)
+                hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(cls.__struct_fields__)}."
+                raise TypeError(f"{cls.__name__}.{name} is not a field. {hint}")
+        return super().__call__(*values, **fields)
+
+
+class SampleParams(msgspec.Struct, metaclass=_NamesItsFields, frozen=True, kw_only=True):
     """How an answer is sampled. Training needs top_p 1, top_k 0, min_p 0 and min_tokens 0 to have exact logprobs."""
 
     temperature: float = 1.0

@@ -20,7 +20,7 @@ from typing import Any
 
 from penstock.config import dotted_name
 from penstock.data.prompts import Problem
-from penstock.rollout import Prompt, RolloutState, new_rollout
+from penstock.rollout import Prompt, RolloutState
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -81,14 +81,14 @@ def standard(row: Any, line: int, lines_of_ids: dict[str, int], layout: Layout) 
     extra_info = row.get("extra_info") or {}
     if row.get("id") is not None:
         extra_info = {"id": row["id"]} | extra_info
-    rollout = new_rollout(
-        row[layout.prompt],
+    prompt = row[layout.prompt]
+    return Prompt(
+        messages=({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt),
         ground_truth=row[layout.label] if layout.label is not None else row["reward_model"]["ground_truth"],
         data_source=row.get("data_source") or layout.data_source or "",
-        tools=row.get("tools") or (),
+        tools=tuple(row.get("tools") or ()),
         extra_info=extra_info,
-    )
-    return rollout.prompt, []
+    ), []
 
 
 def converted(convert: Callable[[Any], Any], row: Any) -> tuple[Prompt | None, list[Problem]]:

@@ -1,7 +1,10 @@
 """What every source of prompts has in common: the interface, the checks, and the set of prompts that comes out.
 
-A source hands its rows to a `PromptScan`, one by one. The scan renders each prompt once with the model's chat
-template, checks it, and keeps going after a bad row, so that one `DatasetError` names every problem.
+A source hands its rows to a `PromptScan`, one by one. The scan renders each prompt with the model's chat template,
+checks it, and keeps going after a bad row, so that one `DatasetError` names every problem.
+
+Of a very long source only the first `RENDERED_FIRST` prompts are all rendered by the scan. After them a prompt is
+rendered when it is drawn, if its roles were rendered before and its bytes alone say that it is short enough.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import collections
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, overload, runtime_checkable
 
 import msgspec
 
@@ -30,6 +33,8 @@ LISTED_PROBLEMS = 50
 
 ROWS_AT_ONCE = 512
 """Prompts that are rendered together; a tokenizer that can spreads them over the cores."""
+
+RENDERED_FIRST = 10_000
 
 OnProgress = Callable[[int], None]
 """Told now and then how many rows were read."""
@@ -86,14 +91,56 @@ class PromptSet:
         _, file = self.files[bisect.bisect(self.files, index, key=lambda found: found[0]) - 1]
         return f"{file}:{self.lines[index]}"
 
+    @property
+    def unrendered(self) -> Sequence[Prompt]:
+        """The prompts for those who do not ask for their ids."""
+        return self.prompts.waiting if isinstance(self.prompts, RenderedWhenDrawn) else self.prompts
+
     def row_hashes(self) -> bytes:
-        """Eight bytes for each prompt: of its rendered ids, ground truth, data source, tools and extra information."""
+        """Eight bytes for each prompt: of its messages, ground truth, data source, tools and extra information."""
         encode = msgspec.msgpack.Encoder(order="deterministic").encode
         hashes = bytearray()
-        for prompt in self.prompts:
-            row = (prompt.ids, prompt.ground_truth, prompt.data_source, prompt.tools, prompt.extra_info)
+        for prompt in self.unrendered:
+            said = prompt.messages or prompt.ids
+            row = (said, prompt.ground_truth, prompt.data_source, prompt.tools, prompt.extra_info)
             hashes += hashlib.blake2b(encode(row), digest_size=HASH_BYTES).digest()
         return bytes(hashes)
+
+    def rendering_hash(self) -> bytes:
+        """Of the ids of some prompts: another chat template or tokenizer changes it."""
+        ids = hashlib.blake2b(digest_size=HASH_BYTES)
+        for index in range(0, len(self), max(1, len(self) // 32)):
+            ids.update(self.prompts[index].ids)
+        return ids.digest()
+
+
+class RenderedWhenDrawn(Sequence[Prompt]):
+    """Prompts of which some get their ids when they are asked for."""
+
+    def __init__(self, waiting: Sequence[Prompt], tokenizer: Tokenizer) -> None:
+        self.waiting = waiting
+        self._tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        found = self.waiting[index]
+        return self._rendered(found) if isinstance(found, Prompt) else [self._rendered(prompt) for prompt in found]
+
+    def _rendered(self, prompt: Prompt) -> Prompt:
+        if prompt.ids:
+            return prompt
+        try:
+            ids = self._tokenizer.render(prompt.messages, prompt.tools)
+        except Exception as error:  # a template may raise anything
+            shown = repr(prompt.messages)[:200]
+            raise DatasetError(f"the chat template refuses the prompt {shown}: {error}") from error
+        return msgspec.structs.replace(prompt, ids=pack_ids(ids))
 
 
 class PromptSourceConfig(Config):
@@ -141,6 +188,9 @@ class PromptScan:
         self._source = source
         self._on_progress = on_progress
         self._rows = 0
+        self._batches = tokenizer if isinstance(tokenizer, RendersMany) else None
+        self._sizes: dict[tuple[Any, ...], int] = {}
+        """Tokens of the first prompt with these roles that was rendered."""
         self._pending: list[tuple[Place, Prompt | None, list[Problem]]] = []
         self._prompts: list[Prompt] = []
         self._lines = array.array("q")
@@ -173,26 +223,57 @@ class PromptScan:
     def _work_off(self) -> None:
         """Render and check what came in, in that order."""
         pending, self._pending = self._pending, []
-        rendered = self._render_together([prompt for _, prompt, _ in pending if prompt is not None])
-        for where, prompt, problems in pending:
+        may_wait = len(self._prompts) >= RENDERED_FIRST and self._batches is not None
+        waits = [may_wait and not problems and self._may_wait(prompt) for _, prompt, problems in pending]
+        rendered = self._render_together([row[1] for row, wait in zip(pending, waits, strict=True) if not wait])
+        for (where, prompt, problems), wait in zip(pending, waits, strict=True):
             if prompt is None:
                 self._set_aside(where, problems)
+            elif wait:
+                self._keep(where, prompt, b"")
             else:
                 self._check(where, prompt, problems, rendered.get(id(prompt)))
         self._rows += len(pending)
         if self._on_progress is not None:
             self._on_progress(self._rows)
 
-    def _render_together(self, prompts: list[Prompt]) -> dict[int, list[int]]:
+    def _render_together(self, prompts: Sequence[Prompt | None]) -> dict[int, list[int]]:
         """Ids by the prompt's identity, of those that can be rendered together; none when one of them cannot be."""
-        plain = [prompt for prompt in prompts if prompt.messages and not prompt.ids and not prompt.tools]
-        if not plain or not isinstance(self._tokenizer, RendersMany):
+        plain = [prompt for prompt in prompts if prompt and prompt.messages and not prompt.ids and not prompt.tools]
+        if not plain or self._batches is None:
             return {}
         try:
-            ids = self._tokenizer.render_many([prompt.messages for prompt in plain])
+            ids = self._batches.render_many([prompt.messages for prompt in plain])
         except Exception:  # one by one then, so that what a template raises is found with its row
             return {}
         return {id(prompt): found for prompt, found in zip(plain, ids, strict=True)}
+
+    def _may_wait(self, prompt: Prompt | None) -> bool:
+        """Whether it is known without rendering that nothing is wrong with it.
+
+        No token is shorter than a byte, and what the template adds is less than all of an earlier prompt.
+        """
+        if prompt is None or prompt.ids or prompt.tools or not self._has_branch(prompt):
+            return False
+        most = self._sizes.get(_roles(prompt))
+        if most is None:
+            return False
+        said = 0
+        for message in prompt.messages:
+            content = message.get("content")
+            if not isinstance(content, str) or len(message) != 2:
+                return False
+            said += len(content.encode())
+        return said > 0 and not self._length_problems(most + said)
+
+    def _has_branch(self, prompt: Prompt) -> bool:
+        return self._limits.data_sources is None or prompt.data_source in self._limits.data_sources
+
+    def _keep(self, where: Place, prompt: Prompt, ids: bytes) -> None:
+        if not self._files or self._files[-1][1] != where.file:
+            self._files.append((len(self._prompts), where.file))
+        self._lines.append(where.line)
+        self._prompts.append(self._compact(prompt, ids))
 
     def _set_aside(self, where: Place, problems: Sequence[Problem]) -> None:
         self._bad_rows += 1
@@ -216,14 +297,15 @@ class PromptScan:
         if not self._prompts:
             reason = f"{self._dropped} dropped as over-long, {self._bad_rows} quarantined"
             raise DatasetError(f"{self._source}: no prompt is left ({reason})")
-        return PromptSet(
-            self._prompts, self._dropped, self._bad_rows, tuple(self._listed), self._lines, tuple(self._files)
-        )
+        prompts: Sequence[Prompt] = self._prompts
+        if self._batches is not None and len(self._prompts) > RENDERED_FIRST:
+            prompts = RenderedWhenDrawn(self._prompts, self._tokenizer)
+        return PromptSet(prompts, self._dropped, self._bad_rows, tuple(self._listed), self._lines, tuple(self._files))
 
     def _check(self, where: Place, prompt: Prompt, problems: list[Problem], rendered: list[int] | None) -> None:
         limits = self._limits
-        if limits.data_sources is not None and prompt.data_source not in limits.data_sources:
-            hint = nearest(prompt.data_source, list(limits.data_sources))
+        if not self._has_branch(prompt):
+            hint = nearest(prompt.data_source, list(limits.data_sources or ()))
             text = f"data_source {prompt.data_source!r} has no judger branch.{hint}"
             problems.append(Problem("data_source without a judger branch", text))
         ids = self._render(prompt, problems, rendered)
@@ -235,10 +317,9 @@ class PromptScan:
         if problems:
             self._set_aside(where, problems)
         else:
-            if not self._files or self._files[-1][1] != where.file:
-                self._files.append((len(self._prompts), where.file))
-            self._lines.append(where.line)
-            self._prompts.append(self._compact(prompt, ids))
+            if not prompt.ids and not prompt.tools:
+                self._sizes.setdefault(_roles(prompt), len(ids) // 4)
+            self._keep(where, prompt, ids)
 
     def _report(self) -> list[str]:
         listed = self._listed[:LISTED_PROBLEMS]
@@ -278,9 +359,13 @@ class PromptScan:
 
     def _compact(self, prompt: Prompt, ids: bytes) -> Prompt:
         """The prompt with its ids; tools and names that repeat from row to row are stored once."""
-        tools = self._tools.setdefault(msgspec.msgpack.encode(prompt.tools), prompt.tools)
+        tools = self._tools.setdefault(msgspec.msgpack.encode(prompt.tools), prompt.tools) if prompt.tools else ()
         name = self._names.setdefault(prompt.data_source, prompt.data_source)
         return msgspec.structs.replace(prompt, ids=ids, tools=tools, data_source=name)
+
+
+def _roles(prompt: Prompt) -> tuple[Any, ...]:
+    return tuple([message.get("role") for message in prompt.messages])
 
 
 def _as_stored(prompt: Prompt) -> Prompt | Problem:
@@ -297,7 +382,9 @@ def _text_problems(prompt: Prompt) -> list[Problem]:
         problems.append(Problem("empty prompt", "the prompt has no messages"))
     if len(prompt.ids) % 4:
         problems.append(Problem("mistyped field", "prompt.ids is not packed int32; use penstock.rollout.pack_ids"))
-    if any(_has_nul(value) for value in (prompt.messages, prompt.ground_truth, prompt.data_source)):
+    # A quick look first: only a text that may hold one is looked through.
+    said = (prompt.messages, prompt.ground_truth, prompt.data_source)
+    if b"u0000" in msgspec.json.encode(said) and any(_has_nul(value) for value in said):
         problems.append(Problem("NUL", "a text holds a NUL character"))
     return problems
 

@@ -22,13 +22,17 @@ FILE = "prompts.msgpack"
 class _Remembered(msgspec.Struct, frozen=True):
     hashes: dict[str, bytes]
     """By task: `PromptSet.row_hashes`."""
+    renderings: dict[str, bytes]
+    """By task: `PromptSet.rendering_hash`."""
 
 
 def remember_prompts(run_dir: Path, prompts: Mapping[str, PromptSet]) -> None:
     """Write down what the prompts of each task are; on disk when this returns. Raises StorageError."""
     path = run_dir / FILE
     new = path.with_suffix(".new")
-    content = msgspec.msgpack.encode(_Remembered({task: found.row_hashes() for task, found in prompts.items()}))
+    hashes = {task: found.row_hashes() for task, found in prompts.items()}
+    renderings = {task: found.rendering_hash() for task, found in prompts.items()}
+    content = msgspec.msgpack.encode(_Remembered(hashes, renderings))
     try:
         with new.open("wb") as file:
             file.write(content)
@@ -51,7 +55,7 @@ def check_same_prompts(run_dir: Path, prompts: Mapping[str, PromptSet]) -> None:
     """
     path = run_dir / FILE
     try:
-        hashes = msgspec.msgpack.decode(path.read_bytes(), type=_Remembered).hashes
+        run = msgspec.msgpack.decode(path.read_bytes(), type=_Remembered)
     except FileNotFoundError:
         return
     except (OSError, msgspec.MsgspecError) as error:
@@ -59,16 +63,19 @@ def check_same_prompts(run_dir: Path, prompts: Mapping[str, PromptSet]) -> None:
     problems = [
         f"task {task!r}: {difference}; the run cannot go on with other prompts: put them back, or begin a new run"
         for task, found in prompts.items()
-        if task in hashes and (difference := _difference(hashes[task], found)) is not None
+        if task in run.hashes
+        and (difference := _difference(run.hashes[task], run.renderings.get(task), found)) is not None
     ]
     if problems:
         raise CheckpointError(problems)
 
 
-def _difference(before: bytes, prompts: PromptSet) -> str | None:
+def _difference(before: bytes, rendering: bytes | None, prompts: PromptSet) -> str | None:
     now = prompts.row_hashes()
     if now == before:
-        return None
+        if rendering == prompts.rendering_hash():
+            return None
+        return f"its {len(prompts)} prompts are rendered otherwise; the model's chat template or tokenizer changed"
     then, rows = _rows(before), _rows(now)
     counts = f"it had {len(then)} prompts when the run began and has {len(rows)} now"
     first = next((index for index, (a, b) in enumerate(zip(then, rows, strict=False)) if a != b), None)
@@ -81,7 +88,7 @@ def _difference(before: bytes, prompts: PromptSet) -> str | None:
     if sorted(then) == sorted(rows):
         return f"{counts}, the same ones in another order; the first that differs is {where}"
     if len(then) == len(rows) and not set(then) & set(rows):
-        return f"{counts}, and every one differs; a changed chat template, tokenizer or prompt text does that"
+        return f"{counts}, and every one differs"
     if rows[first:] == then[first + len(then) - len(rows) :]:
         return f"{counts}; what stood before {where} is gone"
     if then[first:] == rows[first + len(rows) - len(then) :]:

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from penstock.trainer.disaggregated import RLDisaggregatedTrainer
 
 
+MAX_THREADS_PER_CORE = 4
+
+
 class RLTrainerConfig(Config):
     """What both trainers have in common."""
 
@@ -82,6 +85,12 @@ class RLTrainerConfig(Config):
         tasks = self.manager.task_list
         yield from _sampling_problems(tasks)
         yield from deadline_problems(self)
+        cores = os.cpu_count() or 1
+        if self.cpu_threads is not None and self.cpu_threads > MAX_THREADS_PER_CORE * cores:
+            yield (
+                f"cpu_threads is {self.cpu_threads}; this machine has {cores} cores, and more than "
+                f"{MAX_THREADS_PER_CORE * cores} threads only stand in each other's way"
+            )
         if self.train_batch_size % self.train.updates_per_batch:
             yield (
                 f"train_batch_size is {self.train_batch_size} and train.updates_per_batch is "

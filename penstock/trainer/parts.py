@@ -225,7 +225,7 @@ def _try_judgers(opened: _Opened, prompts: dict[str, PromptSet]) -> None:
         (task.spec(), opened.eval_prompts[task.task_name]) for task in (evaluator.eval_tasks if evaluator else [])
     ]
     check_judgers(
-        (task.task_name, opened.judgers.get(task.judger), found.prompts)
+        (task.task_name, opened.judgers.get(task.judger), found.unrendered)
         for task, found in tasks
         if task.judger is not None
     )

@@ -141,3 +141,11 @@ def test_cut_distributions_are_known_as_such() -> None:
 def test_a_text_is_one_stop() -> None:
     assert SampleParams(stop="</answer>").stop == ("</answer>",)  # type: ignore[arg-type]
     assert SampleParams(stop=("a", "b")).stop == ("a", "b")
+
+
+def test_a_misspelt_sampling_parameter_is_refused_with_the_nearest() -> None:
+    with pytest.raises(TypeError, match=r"SampleParams\.max_token is not a field\. Did you mean 'max_tokens'\?"):
+        SampleParams(max_token=8)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"SampleParams\.xyz is not a field\. Known: temperature, top_p"):
+        SampleParams(xyz=8)  # type: ignore[call-arg]
+    assert SampleParams(max_tokens=8).max_tokens == 8

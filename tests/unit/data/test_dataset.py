@@ -497,3 +497,32 @@ def test_prompts_rendered_together_are_those_rendered_one_by_one(tokenizer, json
     assert problems_of(refused, Fast()) == [
         "F:1501: the chat template refuses it: roles must be system, user or assistant"
     ]
+
+
+def test_of_a_very_long_dataset_the_later_prompts_are_rendered_when_drawn(tokenizer, jsonl, good_row):
+    class Fast(type(tokenizer)):
+        rendered = 0
+
+        def render(self, messages, tools=()):
+            self.rendered += 1
+            return super().render(messages, tools)
+
+        def render_many(self, conversations):
+            return [self.render(messages) for messages in conversations]
+
+    rows = [good_row(prompt=f"{n}?") for n in range(20_000)]
+    chat = good_row(prompt=[{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])
+    rows[15_000], rows[15_001] = good_row(prompt="long " * 20), chat
+    slow, fast = load(DatasetConfig(path=jsonl(*rows)), tokenizer, context=200), Fast()
+    quick = load(DatasetConfig(path=jsonl(*rows)), fast, context=200)
+    assert fast.rendered < 11_000
+    assert list(quick.prompts) == slow.prompts
+    assert quick.prompts[-3:] == slow.prompts[-3:]
+    assert quick.row_hashes() == slow.row_hashes()
+    assert quick.rendering_hash() == slow.rendering_hash()
+    # What is wrong with a later one is found by the scan all the same.
+    rows[15_000] = good_row(prompt="long " * 50)
+    rows[15_001] = good_row(prompt=[{"role": "tool", "content": "x"}])
+    rows[15_002] = good_row(data_source="other")
+    limits = {"context": 200, "data_sources": frozenset({"sums"})}
+    assert problems_of(jsonl(*rows), Fast(), limits=limits) == problems_of(jsonl(*rows), tokenizer, limits=limits)

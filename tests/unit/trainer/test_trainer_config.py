@@ -1,5 +1,8 @@
+"""What a trainer's configuration means, and what it refuses by itself."""
+
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from penstock import (
     exact_match,
 )
 from penstock.cli import load_config, recipe_names
+from penstock.recipes import tiny
 from penstock.trainer.deadlines import deadline_orders
 
 
@@ -106,3 +110,9 @@ def test_all_deadlines_that_are_out_of_order_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         config(manager=AgentLoopManagerConfig(tasks=[task()], stall_timeout_s=10.0)).check()
     assert len([problem for problem in refused.value.problems if "stall_timeout_s" in problem]) == 4
+
+
+def test_more_threads_than_a_machine_can_use_are_refused() -> None:
+    (problem,) = tiny.trainer.replace("cpu_threads", 100_000).problems()
+    assert problem.startswith("cpu_threads is 100000; this machine has ")
+    assert list(tiny.trainer.replace("cpu_threads", 4 * (os.cpu_count() or 1)).problems()) == []
