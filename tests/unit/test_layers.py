@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parents[2] / "penstock"
 
 # Each imports only from its left; parts between two bars do not import each other.
 LAYERS = (
-    "rollout | errors | config, environment | events, ports | data, replay, judger | agent_loop | produce | models | weights"
-    " | learn, engine | trainer | testing | plan | cluster, view, recipes | cli"
+    "rollout | errors | config, environment | events, ports | data, replay, judger | agent_loop | produce | models"
+    " | weights | learn, engine | trainer | testing | plan | cluster, view, recipes | cli"
 )
 RANK = {part.strip(): rank for rank, layer in enumerate(LAYERS.split("|")) for part in layer.split(",")}
 WITHOUT_TORCH = RANK["produce"]
