@@ -59,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, CancelledError):
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of a listing left (`penstock recipes | head`). Python would complain once more when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of a listing left (`penstock recipes | head`).
+        _close_output()
         return 0
 
 
@@ -82,7 +82,7 @@ def train(options: argparse.Namespace) -> int:
         observers.close()
     if summary.interrupted:
         settings = "".join(f" --set {shlex.quote(setting)}" for setting in options.set)
-        print(f"Resume with: penstock train {options.config}{settings} --run-dir {run_dir} --resume")
+        _say(f"Resume with: penstock train {options.config}{settings} --run-dir {run_dir} --resume")
     return 0
 
 
@@ -113,8 +113,8 @@ def evaluate(options: argparse.Namespace) -> None:
             metrics = trainer.evaluate(observers=observers, out_dir=out)
     finally:
         observers.close()
-    print(eval_line(metrics))
-    print(f"answers and figures are in {out}")
+    _say(eval_line(metrics))
+    _say(f"answers and figures are in {out}")
 
 
 def list_recipes(options: argparse.Namespace) -> None:
@@ -323,6 +323,20 @@ def _use_model_cache() -> None:
         from penstock.models import set_cache_directory
 
         set_cache_directory(Path(home).expanduser() / "models")
+
+
+def _say(text: str) -> None:
+    """What a run leaves to say; it was done, whether anybody can read this or not."""
+    try:
+        print(text, flush=True)
+    except (OSError, ValueError):
+        _close_output()
+
+
+def _close_output() -> None:
+    """Python would complain about what it could not write once more when it exits."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _observers() -> Observers:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from penstock.cli import load_config
 from penstock.errors import StepRefused
+from penstock.events import Warned
+from penstock.trainer.observers import read_events
 
 
 def test_tiny_learns_and_leaves_a_complete_run_directory(tiny_run, penstock, read_lines):
@@ -163,3 +167,23 @@ def test_an_engine_that_is_killed_comes_back_and_the_run_goes_on(penstock, tmp_p
     output, _ = run.communicate(timeout=200)
     assert run.returncode == 0, output
     assert [line["step"] for line in read_lines(metrics)] == list(range(1, 41))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_run_whose_output_cannot_be_written_ends_well_and_says_so_in_its_events(model_cache, tmp_path):
+    command = [sys.executable, "-m", "penstock.cli", "train", "tiny", "--run-dir", "run", "--set", "evaluator=null"]
+    with Path("/dev/full").open("w") as full:
+        run = subprocess.run(
+            [*command, "--set", "total_steps=1", "--set", "train_batch_size=2"],
+            cwd=tmp_path,
+            env=os.environ | {"PENSTOCK_HOME": str(model_cache)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=240,
+        )
+    assert run.returncode == 0, run.stderr
+    events = [kept.event for kept in read_events(tmp_path / "run" / "events.jsonl")]
+    [warned] = [event.text for event in events if isinstance(event, Warned) and event.source == "display"]
+    assert "No space left" in warned
+    assert (tmp_path / "run" / "hf" / "final").is_dir()

@@ -10,6 +10,7 @@ import pytest
 from penstock.errors import RefusedError, StorageError
 from penstock.events import Event, Warned
 from penstock.rollout import Group, Prompt, RolloutState, Tokens, Verdict
+from penstock.testing import CharTokenizer
 from penstock.trainer.index import INDEX_FILE, RolloutIndex, _match, _question
 from penstock.trainer.trajectories import Trajectories
 
@@ -134,9 +135,9 @@ def test_what_the_trainer_saves_is_found(tmp_path: Path) -> None:
     for rollout in group:
         rollout.response = Tokens().append([1, 2, 3], [0.0] * 3, model_step=4)
         rollout.response_text, rollout.reward = "The Danube.", Verdict(0.5)
-    Trajectories(tmp_path / "trajectories").save("step-5", [group], 5)
+    path = Trajectories(tmp_path / "trajectories", CharTokenizer()).save_step(5, [group], {})
     index = RolloutIndex(tmp_path)
-    index.add(tmp_path / "trajectories" / "step-5.jsonl")
+    index.add(path)
     found = index.find(text="river danube", task="geo", step=5, min_reward=0.5, data_source="rivers").rollouts
     assert [each.rollout_id for each in found] == ["geo:0:1", "geo:0:0"]
     assert {(each.oldest, each.newest, each.num_tokens) for each in found} == {(4, 4, 3)}
