@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from penstock.data.prompts import RendersMany
 from penstock.errors import ModelError
 from penstock.models import load_tokenizer
 
@@ -35,6 +36,14 @@ def test_a_chat_template_renders_messages_tools_and_the_place_of_the_answer(tmp_
     assert tokenizer.decode(tokenizer.render(messages)) == "ab|c|>"
     tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
     assert tokenizer.decode(tokenizer.render(messages, [tool])) == "[f]ab|c|>"
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None])
+def test_several_conversations_are_rendered_as_each_alone(tmp_path: Path, template: str | None) -> None:
+    tokenizer = load_tokenizer(save(tmp_path, template))
+    assert isinstance(tokenizer, RendersMany)
+    conversations = [[{"role": "user", "content": text}] * n for n, text in enumerate(["ab", "c", "abcabc", "zz"], 1)]
+    assert tokenizer.render_many(conversations) == [tokenizer.render(messages) for messages in conversations]
 
 
 def test_the_end_of_turn_of_the_generation_config_stops_an_answer_too(tmp_path: Path) -> None:
