@@ -24,11 +24,13 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
+import numpy as np
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, InfrastructureFailure
 from penstock.rollout import (
     ROOT,
     WHOLE,
+    FailureReason,
     FinishReason,
     FloatArray,
     Group,
@@ -98,6 +100,29 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """None in a piece of a stream that is not its last."""
     steps: tuple[tuple[int, int], ...]
     """Runs of (model step, number of tokens)."""
+
+
+def check_completion(completion: Completion, request: GenerateRequest) -> None:
+    """Raises InfrastructureFailure when an engine's answer cannot be true; nothing of it is used then.
+
+    No token is a finished answer only where the request had none left to ask for.
+    """
+    n = len(completion.ids) // 4
+    versions = sum(count for _, count in completion.steps)
+    full = len(request.response_ids) >= 4 * request.params.max_tokens
+    if len(completion.ids) % 4 or len(completion.logprobs) != 4 * n or versions != n:
+        problem = f"{n} ids, {len(completion.logprobs) // 4} logprobs, {versions} model steps"
+    elif not np.isfinite(np.frombuffer(completion.logprobs, dtype=np.float32)).all():
+        problem = "logprobs that are not finite"
+    elif completion.finish_reason is None:
+        problem = "no finish reason"
+    elif n == 0 and completion.finish_reason is not FinishReason.ABORT and not full:
+        problem = f"no token and finish reason {completion.finish_reason}"
+    else:
+        return
+    raise InfrastructureFailure(
+        f"engine answered {request.request_id} with {problem}", reason=FailureReason.ENGINE_NONSENSE
+    )
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

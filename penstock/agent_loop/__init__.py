@@ -11,7 +11,7 @@ single_turn.py  one prompt, one answer
 from penstock.agent_loop.base import AgentLoop
 from penstock.agent_loop.config import AgentLoopConfig
 from penstock.agent_loop.single_turn import SingleTurnAgentLoop, SingleTurnAgentLoopConfig
-from penstock.agent_loop.transcript import Answer, Transcript, check_completion, rollout_seed
+from penstock.agent_loop.transcript import Answer, Transcript, rollout_seed
 
 __all__ = [
     "AgentLoop",
@@ -20,6 +20,5 @@ __all__ = [
     "SingleTurnAgentLoop",
     "SingleTurnAgentLoopConfig",
     "Transcript",
-    "check_completion",
     "rollout_seed",
 ]

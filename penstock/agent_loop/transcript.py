@@ -17,12 +17,20 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import msgspec
-import numpy as np
 
 from penstock.agent_loop.deadline import Clock
 from penstock.agent_loop.stops import resolve_stops
-from penstock.errors import DataFailure, InfrastructureFailure, Interrupted
-from penstock.ports import Completion, Engine, FinishedTurn, GenerateRequest, OnPause, Tokenizer, TurnLog
+from penstock.errors import DataFailure, Interrupted
+from penstock.ports import (
+    Completion,
+    Engine,
+    FinishedTurn,
+    GenerateRequest,
+    OnPause,
+    Tokenizer,
+    TurnLog,
+    check_completion,
+)
 from penstock.rollout import (
     NO_TOKENS,
     ROOT,
@@ -276,7 +284,7 @@ class Transcript:
         finally:
             del self._requests[segment]
             self.clock.release()
-        check_completion(completion, rollout.rollout_id)
+        check_completion(completion, request)
         self._require_played()
         return completion
 
@@ -310,25 +318,6 @@ def rollout_seed(run_seed: int, rollout: RolloutState, segment: int = 0) -> int:
     if segment:
         text += f"#{segment}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
-
-def check_completion(completion: Completion, rollout_id: str) -> None:
-    """Raise InfrastructureFailure when an engine's answer is nonsense; none of it may reach a batch."""
-    n = len(completion.ids) // 4
-    versions = sum(run[1] for run in completion.steps)
-    if len(completion.ids) % 4 or len(completion.logprobs) != 4 * n or versions != n:
-        problem = f"{n} ids, {len(completion.logprobs) // 4} logprobs, {versions} model steps"
-    elif completion.finish_reason is None:
-        problem = "no finish reason"
-    elif not np.isfinite(np.frombuffer(completion.logprobs, dtype=np.float32)).all():
-        problem = "logprobs that are not finite"
-    elif n == 0 and completion.finish_reason is not FinishReason.ABORT:
-        problem = f"no token and finish reason {completion.finish_reason}"
-    else:
-        return
-    raise InfrastructureFailure(
-        f"engine answered rollout {rollout_id} with {problem}", reason=FailureReason.ENGINE_NONSENSE
-    )
 
 
 def _columns(completion: Completion) -> tuple[bytes, bytes]:

@@ -23,11 +23,19 @@ from penstock.engine.health import Fleet, Member, RequestClock
 from penstock.engine.lifecycle import EngineState
 from penstock.engine.publishing import publish
 from penstock.engine.recovery import supervise
-from penstock.engine.requests import ABORTED, check_completion, check_scores, joined
+from penstock.engine.requests import ABORTED, check_scores, joined
 from penstock.engine.routing import Router, Ticket
 from penstock.errors import ConfigError, InfrastructureFailure, PenstockError, RunError, WeightSyncError
 from penstock.events import Observer
-from penstock.ports import Completion, Engine, EngineStats, GenerateRequest, LoadedWeights, WeightSource
+from penstock.ports import (
+    Completion,
+    Engine,
+    EngineStats,
+    GenerateRequest,
+    LoadedWeights,
+    WeightSource,
+    check_completion,
+)
 from penstock.rollout import FailureReason, FinishReason
 
 MAX_REROUTES = 2

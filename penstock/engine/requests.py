@@ -55,29 +55,6 @@ def _check_vocabulary(name: str, ids: npt.NDArray[Any], vocab_size: int) -> None
         )
 
 
-def check_completion(completion: Completion, request: GenerateRequest) -> None:
-    """Raises InfrastructureFailure when an engine's answer cannot be true; nothing of it is used then.
-
-    No token is a finished answer only where the request had none left to ask for.
-    """
-    n = len(completion.ids) // 4
-    versions = sum(count for _, count in completion.steps)
-    full = len(request.response_ids) >= 4 * request.params.max_tokens
-    if len(completion.ids) % 4 or len(completion.logprobs) != 4 * n or versions != n:
-        problem = f"{n} ids, {len(completion.logprobs) // 4} logprobs, {versions} model steps"
-    elif not np.isfinite(np.frombuffer(completion.logprobs, dtype=np.float32)).all():
-        problem = "logprobs that are not finite"
-    elif completion.finish_reason is None:
-        problem = "no finish reason"
-    elif n == 0 and completion.finish_reason is not FinishReason.ABORT and not full:
-        problem = f"no token and finish reason {completion.finish_reason}"
-    else:
-        return
-    raise InfrastructureFailure(
-        f"engine answered {request.request_id} with {problem}", reason=FailureReason.ENGINE_NONSENSE
-    )
-
-
 def check_scores(scores: bytes, ids: bytes) -> None:
     """Raises InfrastructureFailure unless there is a finite logprob for every token but the first."""
     logprobs = np.frombuffer(scores, dtype=np.float32) if len(scores) % 4 == 0 else np.array([np.nan])

@@ -155,10 +155,17 @@ class AgentLoopManagerConfig(Config):
         )
 
 
-def load_prompts(tasks: list[TaskSpecConfig], tokenizer: Tokenizer, *, context: int) -> dict[str, PromptSet]:
+def load_prompts(
+    tasks: list[TaskSpecConfig],
+    tokenizer: Tokenizer,
+    *,
+    context: int,
+    on_progress: Callable[[int], None] | None = None,
+) -> dict[str, PromptSet]:
     """Scan the datasets of all tasks, before any device is used. Raises DatasetError with every problem of every one.
 
-    `context` is the model's limit for prompt and answer together.
+    `context` is the model's limit for prompt and answer together. `on_progress` is told now and then how many rows of a
+    dataset were scanned.
     """
     prompts: dict[str, PromptSet] = {}
     problems: list[str] = []
@@ -170,6 +177,7 @@ def load_prompts(tasks: list[TaskSpecConfig], tokenizer: Tokenizer, *, context: 
                 context=context,
                 max_tokens=task.agent_loop_config.sample_params.max_tokens,
                 data_sources=judger.data_sources if judger is not None else None,
+                on_progress=on_progress,
             )
         except DatasetError as error:
             problems.extend(error.problems)

@@ -18,6 +18,9 @@ from penstock.errors import CircuitOpen, StorageError
 from penstock.replay import DiscardReason
 from penstock.rollout import FailureReason, Group, RolloutState, Status
 
+MAX_ANSWER = 4000
+"""Characters of an answer that a dead letter keeps."""
+
 
 class FailurePolicyConfig(Config):
     """How often what failed is tried again, and when the run gives up."""
@@ -130,6 +133,7 @@ class DeadLetters:
             "messages": group[0].messages,
             "data_source": group[0].data_source,
             "failures": {r.rollout_id: r.error for r in group if r.error is not None},
+            "answers": {r.rollout_id: r.response_text[:MAX_ANSWER] for r in group if r.response_text},
         }
         try:
             with self.path.open("ab") as file:

@@ -24,6 +24,7 @@ from penstock.trainer.checkpointing import RunCheckpointer
 from penstock.trainer.config import RLTrainerConfig
 from penstock.trainer.evaluation import RunEvaluator
 from penstock.trainer.gauges import Gauges
+from penstock.trainer.heartbeat import Heartbeat
 from penstock.trainer.index import RolloutIndex
 from penstock.trainer.loops import Devices, LoopPorts, Schedule
 from penstock.trainer.observers import EVENTS_FILE, EventFile, Observers
@@ -34,6 +35,9 @@ from penstock.trainer.step import BatchSettings, TrainStep
 from penstock.trainer.summary import Summary, SummarySink
 from penstock.trainer.trackers import TrackerSink
 from penstock.trainer.trajectories import Trajectories
+
+STALLED_FILE = "stalled.txt"
+"""Where the event loop hangs, when it does."""
 
 
 class RLTrainer(abc.ABC):
@@ -92,7 +96,8 @@ class RLTrainer(abc.ABC):
         return None
 
     async def _fit(self) -> Summary:
-        with self._observers.warnings(), stopped_by_signals(self._stop, self._observers):
+        heartbeat = Heartbeat(asyncio.get_running_loop(), self.run_dir / STALLED_FILE)
+        with self._observers.warnings(), stopped_by_signals(self._stop, self._observers), heartbeat:
             try:
                 self._open_run_dir()
                 await self._run()

@@ -88,6 +88,9 @@ class _Opened:
         tasks = config.evaluator.eval_tasks if config.evaluator is not None else []
         self.eval_prompts = load_prompts([task.spec() for task in tasks], self.tokenizer, context=self.context)
 
+    def scanned(self, rows: int) -> None:
+        self.observers.notice(StageBegan(stage=f"scan, {rows:,} rows"))
+
     def engine(self) -> RolloutController:
         config = self.config
         return config.engines.build(
@@ -170,7 +173,9 @@ def _build_parts(
     resumed: bool,
 ) -> Parts:
     opened = _Opened(config, observers, profile)
-    prompts = load_prompts(config.manager.task_list, opened.tokenizer, context=opened.context)
+    prompts = load_prompts(
+        config.manager.task_list, opened.tokenizer, context=opened.context, on_progress=opened.scanned
+    )
     if resumed:
         check_same_prompts(run_dir, prompts)
     for task, loaded in (prompts | opened.eval_prompts).items():

@@ -1,9 +1,14 @@
-"""How a person ends a run: the first signal asks for an orderly end, the second stops it now. Both can be resumed."""
+"""How a person ends a run: the first signal asks for an orderly end, the second stops it now. Both can be resumed.
+
+Code that swallows its cancellation, or blocks the event loop, does not keep a process alive that was told twice to end:
+after `END_WITHIN_S` it is ended, as by a kill.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,6 +16,9 @@ from collections.abc import Iterator
 from penstock.events import Note, Observer
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+END_WITHIN_S = 25.0
+STOPPED_NOW = 130
+"""The exit status of a run that was stopped at once."""
 
 
 class Stop:
@@ -44,11 +52,29 @@ def stopped_by_signals(stop: Stop, observer: Observer) -> Iterator[None]:
         stop.requested = True
         observer.notice(Note(text=f"{name}: finishing the step and writing a checkpoint. Once more to stop now."))
 
-    handled = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    told = 0
+
+    def handle(number: int, frame: object) -> None:
+        # Between two bytecodes of whatever runs: the second signal is heard also while the event loop is blocked.
+        nonlocal told
+        told += 1
+        if told == 2:
+            _end_later()
+        loop.call_soon_threadsafe(ended, signal.Signals(number).name)
+
+    before = {number: signal.getsignal(number) for number in ENDING}
+    handled = [number for number in ENDING if before[number] is not signal.SIG_IGN]
     for number in handled:
-        loop.add_signal_handler(number, ended, number.name)
+        signal.signal(number, handle)
     try:
         yield
     finally:
         for number in handled:
-            loop.remove_signal_handler(number)
+            signal.signal(number, before[number])
+
+
+def _end_later() -> None:
+    """A thread that nothing in the event loop can hold up; it dies with a process that ends by itself."""
+    timer = threading.Timer(END_WITHIN_S, os._exit, (STOPPED_NOW,))
+    timer.daemon = True
+    timer.start()

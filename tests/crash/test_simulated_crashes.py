@@ -60,6 +60,8 @@ def fixed_scenario() -> Scenario:
         refused=0.2,
         disturbed=0.0,
         flush_s=constant(0.0),
+        eval_interval=10,
+        eval_s=constant(0.0),
     )
 
 

@@ -37,7 +37,7 @@ def problems(**fields: Any) -> list[str]:
         ({"loop": "penstock.agent_loop.NoSuchLoop"}, "NoSuchLoop"),
         ({"loop": "no_such_module.Loop"}, "cannot be imported"),
         ({"loop": "penstock.rollout.Prompt"}, "must be a subclass of penstock.agent_loop.AgentLoop"),
-        ({"loop": "penstock.agent_loop.check_completion"}, "must be a subclass"),
+        ({"loop": "penstock.agent_loop.rollout_seed"}, "must be a subclass"),
         ({"loop": Silent}, "Silent does not define generate_sample"),
         ({"loop": Greets}, "needs 'greeting'"),
         (
