@@ -88,8 +88,13 @@ def bf16_environment(python: str) -> dict[str, str]:
 class Contestant:
     """A child process that answers requests, one at a time."""
 
-    def __init__(self, script: str, job: Mapping[str, Any], *, python: str, start_s: float = 300) -> None:
-        """Returns when it can be asked: `ready` is its first answer. `threads` of the job is how many it may use."""
+    def __init__(
+        self, script: str, job: Mapping[str, Any], *, python: str, start_s: float = 300, project: Path = PROJECT
+    ) -> None:
+        """Returns when it can be asked: `ready` is its first answer. `threads` of the job is how many it may use.
+
+        `project` is the checkout of Penstock that it runs.
+        """
         self.name = job["name"]
         self._scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the contestant
@@ -101,9 +106,10 @@ class Contestant:
             "MKL_NUM_THREADS": threads,
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": str(project),
         }
         self._process = subprocess.Popen(
-            [python, str(HERE / script)],
+            [python, str(project / "benchmarks" / "peers" / script)],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

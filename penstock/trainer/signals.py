@@ -53,13 +53,16 @@ def stopped_by_signals(stop: Stop, observer: Observer) -> Iterator[None]:
         observer.notice(Note(text=f"{name}: finishing the step and writing a checkpoint. Once more to stop now."))
 
     told = 0
+    # A thread that nothing in the event loop can hold up.
+    end = threading.Timer(END_WITHIN_S, os._exit, (STOPPED_NOW,))
+    end.daemon = True
 
     def handle(number: int, frame: object) -> None:
         # Between two bytecodes of whatever runs: the second signal is heard also while the event loop is blocked.
         nonlocal told
         told += 1
         if told == 2:
-            _end_later()
+            end.start()
         loop.call_soon_threadsafe(ended, signal.Signals(number).name)
 
     before = {number: signal.getsignal(number) for number in ENDING}
@@ -69,12 +72,6 @@ def stopped_by_signals(stop: Stop, observer: Observer) -> Iterator[None]:
     try:
         yield
     finally:
+        end.cancel()
         for number in handled:
             signal.signal(number, before[number])
-
-
-def _end_later() -> None:
-    """A thread that nothing in the event loop can hold up; it dies with a process that ends by itself."""
-    timer = threading.Timer(END_WITHIN_S, os._exit, (STOPPED_NOW,))
-    timer.daemon = True
-    timer.start()
