@@ -101,6 +101,7 @@ class LosesATensor:
         return iter(list(self._source.tensors())[1 if self.broken else 0 :])
 
 
+@pytest.mark.long_tier
 def test_weights_that_no_engine_takes_stop_the_run_and_the_model_step_stays(tmp_path, read_lines):
     config = load_config("tiny-async", ["evaluator=null", "total_steps=6", "train_batch_size=4", "cpu_threads=2"])
     run_dir = tmp_path / "run"
@@ -122,6 +123,7 @@ def test_weights_that_no_engine_takes_stop_the_run_and_the_model_step_stays(tmp_
     check_ledger(run_dir).require_none()
 
 
+@pytest.mark.long_tier
 def test_a_colocated_engine_process_that_is_killed_comes_back_and_the_run_ends_as_usual(penstock, tmp_path, read_lines):
     settings = ["evaluator=null", "total_steps=12", "train_batch_size=4", "engines.engine.process=true"]
     run = penstock("train", "tiny", "--run-dir", "run", *(f"--set={setting}" for setting in settings))

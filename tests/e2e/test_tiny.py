@@ -74,6 +74,7 @@ def test_two_runs_with_one_seed_give_identical_weights_and_metrics(tmp_path, rea
     assert timeless[0] == timeless[1]
 
 
+@pytest.mark.long_tier
 def test_ctrl_c_finishes_the_step_exports_the_weights_and_the_run_can_be_resumed(penstock, tmp_path, read_lines):
     run = penstock("train", "tiny", "--run-dir", "run", "--set", "total_steps=10000")
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -150,6 +151,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_after_three_tries_and_trains_no
     assert trainer.summary.steps == 0
 
 
+@pytest.mark.long_tier
 def test_an_engine_that_is_killed_comes_back_and_the_run_goes_on(penstock, tmp_path, read_lines):
     arguments = ("--run-dir", "run", "--set", "evaluator=null", "--set", "total_steps=40")
     run = penstock("train", "tiny-async", *arguments)

@@ -95,6 +95,7 @@ def test_killed_engines_are_fenced_their_work_is_done_elsewhere_and_they_return_
     run(test)
 
 
+@pytest.mark.long_tier
 def test_when_the_last_engine_is_gone_and_cannot_return_the_error_names_every_engine(
     served_dir: Path, tmp_path: Path
 ) -> None:
