@@ -18,11 +18,10 @@ from penstock.testing.faults import Faults, FaultyDisk, FaultyFiles
 SMALL = ["evaluator=null", "train_batch_size=4", "checkpoint_interval=2", "cpu_threads=1"]
 
 
-@pytest.fixture(scope="session")
-def model_cache(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models")
-    set_cache_directory(directory)
-    yield directory
+@pytest.fixture(scope="session", autouse=True)
+def _use_model_cache(model_cache):
+    set_cache_directory(model_cache)
+    yield
     set_cache_directory(None)
 
 

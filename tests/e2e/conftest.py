@@ -1,4 +1,4 @@
-"""Real runs of the tiny model. One model cache for the whole session, so that the model is made once."""
+"""Real runs of the tiny model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,6 @@ from pathlib import Path
 import pytest
 
 from penstock.models import set_cache_directory
-
-
-@pytest.fixture(scope="session")
-def model_cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
 
 
 @pytest.fixture(autouse=True)

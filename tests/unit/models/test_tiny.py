@@ -9,8 +9,8 @@ from penstock.models.tiny import CONTEXT, LETTERS, MAX_LENGTH, make_tiny
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return resolve_model("tiny", cache=tmp_path_factory.mktemp("cache"))
+def tiny(model_cache: Path) -> Path:
+    return resolve_model("tiny", cache=model_cache)
 
 
 def test_the_model_samples_the_right_answer_about_every_third_time(tiny: Path) -> None:
