@@ -43,6 +43,22 @@ def test_tiny_learns_and_leaves_a_complete_run_directory(tiny_run, penstock, rea
     assert again.returncode == 2 and "exists and is not empty; go on with --resume" in output
 
 
+def test_the_ledger_lists_groups_by_state_and_saved_rollouts_by_their_words(tiny_run, penstock):
+    def said(*arguments):
+        run = penstock("ledger", str(tiny_run), *arguments)
+        output, _ = run.communicate(timeout=60)
+        return run.returncode, output.splitlines()
+
+    code, lines = said("--state", "trained", "--limit", "2")
+    assert code == 0 and len(lines) == 2 and all("state trained  train_step 1" in line for line in lines)
+    assert said("--state", "discarded") == (0, ["none"])
+    row = json.loads((tiny_run / "trajectories" / "step-000050.jsonl").read_text().splitlines()[0])
+    code, lines = said("--find", row["answer"], "--limit", "1000")
+    assert code == 0 and any(f"step 50  rollout {row['rollout_id']}  reward" in line for line in lines)
+    code, lines = said("--state", "trainde")
+    assert code == 2 and "Did you mean 'trained'?" in lines[-1]
+
+
 def test_without_the_option_no_profile_is_recorded(tiny_run):
     assert not (tiny_run / "profile.json").exists()
 
