@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from penstock.agent_loop.deadline import Clock, Plays
 from penstock.agent_loop.judging import fail_unjudged, judge_within, take_verdict
 from penstock.agent_loop.stops import resolve_stops
-from penstock.agent_loop.transcript import Answer, Asked, Transcript
+from penstock.agent_loop.transcript import REFUSAL_S, Answer, Asked, Transcript
 from penstock.errors import DataFailure, InfrastructureFailure, Interrupted, RolloutFailure, RunError
 from penstock.ports import Engine, Judger, OnPause, Tokenizer, TurnLog
 from penstock.rollout import (
@@ -123,7 +123,7 @@ class AgentLoop:
         Raises Interrupted when a pause comes, with the tokens so far kept on the rollout; RolloutFailure when the
         engine fails.
         """
-        return await self.transcript(rollout).generate(params, segment=segment)
+        return await (await self._played(rollout)).generate(params, segment=segment)
 
     async def call_tool(
         self,
@@ -138,7 +138,8 @@ class AgentLoop:
 
         Raises DataFailure when the tool does not answer in time; what the tool raises passes.
         """
-        return await self.transcript(rollout).call_tool(tool, timeout_s=timeout_s, name=name, segment=segment)
+        transcript = await self._played(rollout)
+        return await transcript.call_tool(tool, timeout_s=timeout_s, name=name, segment=segment)
 
     def transcript(self, rollout: RolloutState) -> Transcript:
         """The record of a rollout that is being played. Raises Interrupted when it is not, or not any more."""
@@ -161,6 +162,14 @@ class AgentLoop:
             task.cancel()
 
     # Inside.
+
+    async def _played(self, rollout: RolloutState) -> Transcript:
+        """As `transcript`, which a loop that was left behind may ask for again and again."""
+        try:
+            return self.transcript(rollout)
+        except Interrupted:
+            await asyncio.sleep(REFUSAL_S)
+            raise
 
     @property
     def _judges_groups(self) -> bool:
@@ -203,14 +212,17 @@ class AgentLoop:
         clock.start(self._rollout_timeout_s)
         try:
             await self.generate_sample(rollout)
-        except BaseException:
-            # What the code says of its cancellation, the clock was first.
-            if not clock.expired:
+        except BaseException as error:
+            # What the code makes of its cancellation or its interruption, the clock or the pause was first.
+            own = not isinstance(error, Exception) or isinstance(error, RolloutFailure | RunError)
+            if not clock.expired and (own or not transcript.interrupted):
                 raise
         finally:
             clock.stop()
         if clock.expired:
             raise self._too_late(transcript)
+        if transcript.interrupted:
+            raise Interrupted(f"rollout {rollout.rollout_id} was interrupted")
         last = rollout.turns[-1] if rollout.turns else None
         rollout.finish_reason = (last.finish_reason if last is not None else None) or FinishReason.STOP
         if not rollout.num_tokens:

@@ -49,6 +49,9 @@ from penstock.rollout import (
 GENERATE = "generate"
 TOOL = "tool"
 
+REFUSAL_S = 0.1
+"""How long a refusal takes: code that calls again and again, whatever is raised, must not keep the event loop busy."""
+
 
 class Answer(msgspec.Struct, frozen=True):
     """What one `generate` call made: the new tokens as text, and why it ended."""
@@ -77,6 +80,8 @@ class Transcript:
         self.clock = Clock(lambda: self.stage)
         self.doing = "agent loop"
         """What the rollout waits for when it is neither the engine nor a tool; empty when it is played no more."""
+        self.interrupted = False
+        """A pause cut off an answer of this playing, whatever the loop makes of it: its further calls are refused."""
         self._asked = asked
         self._current = 0
         self._num_segments = 1
@@ -122,6 +127,7 @@ class Transcript:
         `durable`: returns when the finished turn is on disk. Raises Interrupted when a pause comes, with the tokens so
         far on record; RolloutFailure when the engine fails.
         """
+        await self._require_going_on()
         segment = self._use(segment)
         recorded = self._recorded(segment, GENERATE)
         if recorded is not None and recorded.finish_reason is not FinishReason.ABORT:
@@ -139,7 +145,7 @@ class Transcript:
         text = "" if reason is FinishReason.ABORT else self._decoded(segment, begun, params.stop)
         turn = Turn(GENERATE, begun, reason, text, segment)
         if reason is FinishReason.ABORT:
-            self._interrupted(turn, recorded)
+            self._cut_off(turn, recorded)
             raise Interrupted(f"rollout {self.rollout.rollout_id} was interrupted after {begun} tokens of a turn")
         await self._finished(turn, recorded, durable)
         return Answer(text, reason)
@@ -157,6 +163,7 @@ class Transcript:
 
         Raises DataFailure when the tool does not answer in time; what the tool raises passes.
         """
+        await self._require_going_on()
         segment = self._use(segment)
         recorded = self._recorded(segment, TOOL, name)
         if recorded is not None:
@@ -176,8 +183,14 @@ class Transcript:
         if not self.doing:
             raise Interrupted(f"rollout {self.rollout.rollout_id} is played no more")
 
+    async def _require_going_on(self) -> None:
+        """Whatever is called next is not interrupted yet. Raises Interrupted, after a moment."""
+        if self.interrupted or not self.doing:
+            await asyncio.sleep(REFUSAL_S)
+            self._require_played()
+            raise Interrupted(f"rollout {self.rollout.rollout_id} was interrupted in an earlier call")
+
     def _use(self, segment: int | None) -> int:
-        self._require_played()
         if segment is None:
             segment = self._current
         if not 0 <= segment < self._num_segments:
@@ -221,7 +234,8 @@ class Transcript:
             reason=FailureReason.RECORD_MISMATCH,
         )
 
-    def _interrupted(self, turn: Turn, recorded: Turn | None) -> None:
+    def _cut_off(self, turn: Turn, recorded: Turn | None) -> None:
+        self.interrupted = True
         others = [other for other in self.rollout.turns if other is not recorded]
         self.rollout.turns = (*others, turn)
 

@@ -352,6 +352,68 @@ def test_a_continued_answer_has_only_the_rest_of_its_budget() -> None:
     assert (len(rollout.response), rollout.finish_reason) == (10, FinishReason.LENGTH)
 
 
+class Swallows(AgentLoop):
+    """Takes whatever is raised for the end of its answer, or for a reason to try again."""
+
+    again = False
+
+    async def generate_sample(self, rollout: RolloutState) -> RolloutState:
+        for _ in range(10**6):
+            try:
+                await self.generate(rollout)
+                break
+            except Exception:
+                if not self.again:
+                    break
+        return rollout
+
+
+class Rewords(AgentLoop):
+    async def generate_sample(self, rollout: RolloutState) -> RolloutState:
+        try:
+            await self.generate(rollout)
+        except Exception as error:
+            raise ValueError("no answer") from error
+        return rollout
+
+
+@pytest.mark.parametrize("kind", [Swallows, Rewords])
+def test_an_answer_that_was_cut_off_is_not_judged_whatever_the_loop_makes_of_it(kind: type[AgentLoop]) -> None:
+    async def main() -> tuple[Status, RolloutState]:
+        loop = build(kind, says("abcdefgh"))
+        (rollout,) = group = group_of()
+        playing = asyncio.create_task(loop.generate_group(group, enable_partial_rollout=True))
+        await asyncio.sleep(3.5)
+        await loop.engine.pause_generation()
+        await playing
+        status = rollout.status
+        assert (rollout.finish_reason, judged(loop)) == (None, {})
+        await loop.engine.continue_generation()
+        await loop.generate_group(group, enable_partial_rollout=True)
+        return status, rollout
+
+    status, rollout = run_virtual(main())
+    assert status is Status.ABORTED
+    assert (rollout.status, rollout.response_text) == (Status.COMPLETED, "abcdefgh")
+
+
+def test_a_loop_that_calls_again_whatever_is_raised_does_not_keep_the_event_loop() -> None:
+    class Insists(Swallows):
+        again = True
+
+    async def main() -> float:
+        loop = build(Insists, says("abcdefgh"), rollout_timeout_s=2.0)
+        playing = asyncio.create_task(loop.generate_group(group_of(), enable_partial_rollout=True))
+        await asyncio.sleep(3.5)
+        await loop.engine.pause_generation()
+        (rollout,) = await playing
+        assert rollout.error is not None
+        assert rollout.error.reason == "rollout_deadline"
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == pytest.approx(5.5)
+
+
 def test_pausing_a_loop_ends_only_its_own_requests() -> None:
     async def main() -> list[Status]:
         engine = ScriptedEngine(EngineScript(tokens_per_s=1.0, length=constant(50)))
