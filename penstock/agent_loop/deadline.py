@@ -73,9 +73,9 @@ class Clock:
         self._stage = str
 
     def hold(self) -> None:
-        """May be nested."""
+        """May be nested. Once time is up it holds nothing: the moment that the task has left runs on."""
         self._held += 1
-        if self._timer is not None:
+        if self._timer is not None and not self.expired:
             left = self._timer.when() - self._loop.time()
             self.stop()
             self._left = left

@@ -179,13 +179,18 @@ class Transcript:
 
     # Inside.
 
+    @property
+    def _over(self) -> bool:
+        """Played no more. Code that was left behind is refused at once, while its siblings still play."""
+        return not self.doing or self.clock.expired or self.clock.left_behind
+
     def _require_played(self) -> None:
-        if not self.doing:
+        if self._over:
             raise Interrupted(f"rollout {self.rollout.rollout_id} is played no more")
 
     async def _require_going_on(self) -> None:
         """Whatever is called next is not interrupted yet. Raises Interrupted, after a moment."""
-        if self.interrupted or not self.doing:
+        if self.interrupted or self._over:
             await asyncio.sleep(REFUSAL_S)
             self._require_played()
             raise Interrupted(f"rollout {self.rollout.rollout_id} was interrupted in an earlier call")

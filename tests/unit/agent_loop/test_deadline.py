@@ -179,3 +179,44 @@ def test_an_answer_after_the_deadline_is_no_answer() -> None:
     assert rollout.error is not None
     assert rollout.error.reason == "rollout_deadline"
     assert at == 60.0
+
+
+class AsksOn(AgentLoop):
+    """Swallows whatever comes, and asks again."""
+
+    async def generate_sample(self, rollout: RolloutState) -> RolloutState:
+        for _ in range(60):
+            with contextlib.suppress(BaseException):
+                await self.generate(rollout)
+                await asyncio.sleep(3.0)
+        return rollout
+
+
+def test_a_loop_that_asks_on_after_its_deadline_is_given_its_moment_and_no_more() -> None:
+    loop = build(AsksOn, rollout_timeout_s=10.0, length=5)
+    (rollout,), at = run_virtual(play(loop))
+    assert rollout.error is not None
+    assert rollout.error.reason == "rollout_deadline"
+    # Four answers, the deadline in the thought after the fourth, and the moment after it.
+    assert at == 4 * 5.0 + 10.0 + 5.0
+    assert rollout.num_tokens == 4 * 5
+    assert loop.num_abandoned == 1
+
+
+class LeavesOneBehind(AgentLoop):
+    async def generate_sample(self, rollout: RolloutState) -> RolloutState:
+        if rollout.rollout_id.endswith(":1"):
+            await self.generate(rollout)
+            return rollout
+        transcript = self.transcript(rollout)
+        await hear_nothing(10.0)
+        with contextlib.suppress(Exception):
+            await transcript.call_tool(lambda: asyncio.sleep(0, "late"), timeout_s=1.0)
+        return rollout
+
+
+def test_code_that_was_left_behind_writes_nothing_while_its_siblings_still_play() -> None:
+    (left, sibling), at = run_virtual(play(build(LeavesOneBehind, rollout_timeout_s=1.0), 2))
+    assert at == 50.0
+    assert (left.status, sibling.status) == (Status.FAILED, Status.COMPLETED)
+    assert (left.turns, left.num_tokens) == ((), 0)
