@@ -223,10 +223,11 @@ class AgentLoop:
             raise self._too_late(transcript)
         if transcript.interrupted:
             raise Interrupted(f"rollout {rollout.rollout_id} was interrupted")
+        if not rollout.num_tokens:
+            # Before the finish reason: with one, it would be taken for an answer that only lacks its verdict.
+            raise DataFailure(f"{type(self).__name__} made no token", reason=FailureReason.EMPTY_ANSWER)
         last = rollout.turns[-1] if rollout.turns else None
         rollout.finish_reason = (last.finish_reason if last is not None else None) or FinishReason.STOP
-        if not rollout.num_tokens:
-            raise DataFailure(f"{type(self).__name__} made no token", reason=FailureReason.EMPTY_ANSWER)
         rollout.response_text = "".join([turn.text for turn in rollout.turns if turn.kind == "generate"])
 
     def _too_late(self, transcript: Transcript) -> InfrastructureFailure:

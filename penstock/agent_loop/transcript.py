@@ -105,11 +105,20 @@ class Transcript:
         return list(self._requests.values())
 
     def branch(self, parent: int = ROOT, start: int = WHOLE) -> int:
-        """Begin another segment after the first `start` tokens of `parent`; returns its index and goes on with it."""
+        """Begin another segment after the first `start` tokens of `parent`; returns its index and goes on with it.
+
+        Raises ValueError when there are not as many.
+        """
         self._require_played()
         segment = Segment(NO_TOKENS, parent, start)
         if parent >= self._num_segments:
             raise ValueError(f"{self.rollout.rollout_id} has no segment {parent} to branch from")
+        length = len(self._tokens(parent)) if parent != ROOT else len(self.rollout.prompt.ids) // 4
+        if start > length:
+            what = f"segment {parent}" if parent != ROOT else "the prompt"
+            raise ValueError(
+                f"{self.rollout.rollout_id} cannot branch after token {start} of {what}, which has {length}"
+            )
         index, segments = self._num_segments, self.rollout.segments or (Segment(),)
         if index == len(segments):
             self.rollout.segments = (*segments, segment)

@@ -163,6 +163,25 @@ def test_a_loop_that_makes_no_token_fails_the_rollout() -> None:
     assert rollout.error.reason == "empty_answer"
 
 
+class SilentFirst(SingleTurnAgentLoop):
+    async def generate_sample(self, rollout: RolloutState) -> RolloutState:
+        return rollout if rollout.rollout_id.endswith(":0") else await super().generate_sample(rollout)
+
+
+def test_an_empty_answer_is_not_whole_when_its_group_is_cut_off() -> None:
+    async def main() -> Group:
+        group = group_of(2)
+        loop = build(SilentFirst, says("abcdef"))
+        playing = asyncio.create_task(loop.generate_group(group, enable_partial_rollout=True))
+        await asyncio.sleep(1)
+        playing.cancel()
+        await asyncio.wait([playing])
+        return group
+
+    empty, _ = run_virtual(main())
+    assert (empty.status, empty.finish_reason) == (Status.FAILED, None)
+
+
 def test_a_loop_must_say_how_it_plays() -> None:
     (rollout,) = play(build(AgentLoop))
     assert rollout.error is not None

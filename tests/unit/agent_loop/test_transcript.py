@@ -11,6 +11,7 @@ from penstock.errors import DataFailure, Interrupted
 from penstock.ports import Completion, FinishedTurn, GenerateRequest
 from penstock.rollout import (
     NO_TOKENS,
+    ROOT,
     FinishReason,
     Group,
     Prompt,
@@ -295,6 +296,18 @@ def test_a_branch_that_begins_elsewhere_than_on_record_is_refused() -> None:
         transcript_of(rollout).branch(0, 3)
 
     with pytest.raises(DataFailure, match="another beginning"):
+        run_virtual(main())
+
+
+@pytest.mark.parametrize(("parent", "start"), [(0, 5), (ROOT, 3)])
+def test_a_branch_cannot_begin_where_its_parent_has_no_token(parent: int, start: int) -> None:
+    async def main() -> None:
+        transcript = transcript_of(rollout_of())
+        await transcript.generate()
+        assert transcript.branch(parent, start - 1) == 1
+        transcript.branch(parent, start)
+
+    with pytest.raises(ValueError, match="cannot branch after token"):
         run_virtual(main())
 
 
