@@ -12,9 +12,10 @@ requests and its own random numbers, so several may be written at once and playe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import msgspec
 
@@ -91,6 +92,8 @@ class Transcript:
         self._requests: dict[int, str] = {}
         """Open requests by segment."""
         self._tools = 0
+        self._busy: set[int] = set()
+        """Segments that a call is writing."""
 
     @property
     def stage(self) -> str:
@@ -136,28 +139,27 @@ class Transcript:
         `durable`: returns when the finished turn is on disk. Raises Interrupted when a pause comes, with the tokens so
         far on record; RolloutFailure when the engine fails.
         """
-        await self._require_going_on()
-        segment = self._use(segment)
-        recorded = self._recorded(segment, GENERATE)
-        if recorded is not None and recorded.finish_reason is not FinishReason.ABORT:
-            self._turns_done[segment] += 1
-            return Answer(recorded.text, recorded.finish_reason or FinishReason.STOP)
-        params = self._checked(params)
-        begun = recorded.num_tokens if recorded is not None else 0
-        reason = FinishReason.LENGTH
-        if begun < params.max_tokens:
-            completion = await self._ask(segment, params, begun)
-            assert completion.finish_reason is not None
-            reason = completion.finish_reason
-            self._append(segment, self._tokens(segment).append(*_columns(completion), steps=completion.steps))
-            begun += len(completion.ids) // 4
-        text = "" if reason is FinishReason.ABORT else self._decoded(segment, begun, params.stop)
-        turn = Turn(GENERATE, begun, reason, text, segment)
-        if reason is FinishReason.ABORT:
-            self._cut_off(turn, recorded)
-            raise Interrupted(f"rollout {self.rollout.rollout_id} was interrupted after {begun} tokens of a turn")
-        await self._finished(turn, recorded, durable)
-        return Answer(text, reason)
+        async with self._writing(segment) as segment:
+            recorded = self._recorded(segment, GENERATE)
+            if recorded is not None and recorded.finish_reason is not FinishReason.ABORT:
+                self._turns_done[segment] += 1
+                return Answer(recorded.text, recorded.finish_reason or FinishReason.STOP)
+            params = self._checked(params)
+            begun = recorded.num_tokens if recorded is not None else 0
+            reason = FinishReason.LENGTH
+            if begun < params.max_tokens:
+                completion = await self._ask(segment, params, begun)
+                assert completion.finish_reason is not None
+                reason = completion.finish_reason
+                self._append(segment, self._tokens(segment).append(*_columns(completion), steps=completion.steps))
+                begun += len(completion.ids) // 4
+            text = "" if reason is FinishReason.ABORT else self._decoded(segment, begun, params.stop)
+            turn = Turn(GENERATE, begun, reason, text, segment)
+            if reason is FinishReason.ABORT:
+                self._cut_off(turn, recorded)
+                raise Interrupted(f"rollout {self.rollout.rollout_id} was interrupted after {begun} tokens of a turn")
+            await self._finished(turn, recorded, durable)
+            return Answer(text, reason)
 
     async def call_tool(
         self,
@@ -172,19 +174,18 @@ class Transcript:
 
         Raises DataFailure when the tool does not answer in time; what the tool raises passes.
         """
-        await self._require_going_on()
-        segment = self._use(segment)
-        recorded = self._recorded(segment, TOOL, name)
-        if recorded is not None:
-            self._turns_done[segment] += 1
-            return recorded.text
-        text = await self._call(tool, timeout_s)
-        ids = self._asked.tokenizer.encode(text)
-        before = self._tokens(segment)
-        last_step = before.steps[-1][0] if before.steps else UNKNOWN_STEP
-        self._append(segment, before.append(ids, trained=False, model_step=last_step))
-        await self._finished(Turn(TOOL, len(ids), None, text, segment, name), None, durable)
-        return text
+        async with self._writing(segment) as segment:
+            recorded = self._recorded(segment, TOOL, name)
+            if recorded is not None:
+                self._turns_done[segment] += 1
+                return recorded.text
+            text = await self._call(tool, timeout_s)
+            ids = self._asked.tokenizer.encode(text)
+            before = self._tokens(segment)
+            last_step = before.steps[-1][0] if before.steps else UNKNOWN_STEP
+            self._append(segment, before.append(ids, trained=False, model_step=last_step))
+            await self._finished(Turn(TOOL, len(ids), None, text, segment, name), None, durable)
+            return text
 
     # Inside.
 
@@ -204,15 +205,25 @@ class Transcript:
             self._require_played()
             raise Interrupted(f"rollout {self.rollout.rollout_id} was interrupted in an earlier call")
 
-    def _use(self, segment: int | None) -> int:
+    @contextlib.asynccontextmanager
+    async def _writing(self, segment: int | None) -> AsyncGenerator[int, None]:
+        """One call at a time writes a segment: two would be on record as they ended, not as they were called."""
+        await self._require_going_on()
         if segment is None:
             segment = self._current
         if not 0 <= segment < self._num_segments:
             raise ValueError(f"{self.rollout.rollout_id} has no segment {segment}; `branch` begins one")
-        if segment in self._requests:
-            raise ValueError(f"segment {segment} of {self.rollout.rollout_id} is being written; branch to write beside")
+        if segment in self._busy:
+            raise RuntimeError(
+                f"segment {segment} of {self.rollout.rollout_id} is being written by another call; "
+                "wait for that one, or begin another segment with `branch` to write beside it"
+            )
         self._current = segment
-        return segment
+        self._busy.add(segment)
+        try:
+            yield segment
+        finally:
+            self._busy.discard(segment)
 
     def _tokens(self, segment: int) -> Tokens:
         segments = self.rollout.segments

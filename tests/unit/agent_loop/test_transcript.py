@@ -243,7 +243,7 @@ def test_several_requests_of_one_rollout_may_be_open_at_once_but_one_per_segment
         asking = [asyncio.create_task(transcript.generate(segment=s)) for s in (0, other)]
         await asyncio.sleep(1)
         open_requests, stage = transcript.requests, transcript.stage
-        with pytest.raises(ValueError, match="is being written"):
+        with pytest.raises(RuntimeError, match="begin another segment with `branch`"):
             await transcript.generate(segment=0)
         await asyncio.gather(*asking)
         assert transcript.requests == []
@@ -253,6 +253,29 @@ def test_several_requests_of_one_rollout_may_be_open_at_once_but_one_per_segment
     assert open_requests == ["t:0:0", "t:0:0#1"]
     assert stage == "engine"
     assert [len(segment.tokens) for segment in rollout.segments] == [4, 4]
+
+
+@pytest.mark.parametrize("second", ["tool", "generate"])
+def test_one_call_at_a_time_writes_a_segment(second: str) -> None:
+    async def slow() -> str:
+        await asyncio.sleep(2)
+        return "slow"
+
+    async def main() -> RolloutState:
+        rollout = rollout_of()
+        transcript = transcript_of(rollout)
+        first = asyncio.create_task(transcript.call_tool(slow, timeout_s=9.0))
+        await asyncio.sleep(1)
+        with pytest.raises(RuntimeError, match="is being written by another call"):
+            if second == "tool":
+                await transcript.call_tool(lambda: say("fast"), timeout_s=9.0)
+            else:
+                await transcript.generate()
+        await first
+        await transcript.generate()
+        return rollout
+
+    assert [(turn.kind, turn.text) for turn in run_virtual(main()).turns] == [("tool", "slow"), ("generate", "abc")]
 
 
 async def branched(transcript: Transcript) -> None:
