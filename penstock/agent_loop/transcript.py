@@ -126,7 +126,10 @@ class Transcript:
         if index == len(segments):
             self.rollout.segments = (*segments, segment)
         elif (segments[index].parent, segments[index].start) != (parent, start):
-            raise self._mismatch(f"segment {index} is on record with another beginning")
+            if segments[index].tokens or any(turn.segment == index for turn in self.rollout.turns):
+                raise self._mismatch(f"segment {index} is on record with another beginning")
+            # A crash left only that there was one: a later segment finished a turn, and this one did not.
+            self.rollout.segments = (*segments[:index], segment, *segments[index + 1 :])
         self._num_segments = index + 1
         self._current = index
         return index

@@ -9,6 +9,9 @@ from penstock.agent_loop import AgentLoop, SingleTurnAgentLoop, rollout_seed
 from penstock.agent_loop.transcript import Asked, Transcript
 from penstock.errors import DataFailure, Interrupted
 from penstock.ports import Completion, FinishedTurn, GenerateRequest
+from penstock.replay.codec import encode_turn
+from penstock.replay.schema import TurnRow
+from penstock.replay.turns import put_back_turns
 from penstock.rollout import (
     NO_TOKENS,
     ROOT,
@@ -316,6 +319,7 @@ def test_a_branch_that_begins_elsewhere_than_on_record_is_refused() -> None:
         first = transcript_of(rollout)
         await first.generate()
         first.branch(0, 2)
+        await first.generate()
         transcript_of(rollout).branch(0, 3)
 
     with pytest.raises(DataFailure, match="another beginning"):
@@ -361,6 +365,29 @@ def test_every_finished_turn_is_kept_with_its_own_tokens() -> None:
     assert first.tokens.steps == ((0, 2), (1, 5))
     assert second.tokens.mask == bytes(3)
     assert first.tokens.ids + second.tokens.ids == rollout.response.ids
+
+
+def test_branches_that_finished_out_of_order_before_a_crash_go_on_where_they_began() -> None:
+    async def written(rollout: RolloutState, kept: Kept, engine: Noting) -> None:
+        transcript = transcript_of(rollout, engine, turn_log=kept)
+        await transcript.generate()
+        one, two = transcript.branch(0, 2), transcript.branch(0, 3)
+        long, short = SampleParams(max_tokens=9), SampleParams(max_tokens=2)
+        await asyncio.gather(transcript.generate(long, segment=one), transcript.generate(short, segment=two))
+
+    async def main() -> tuple[RolloutState, RolloutState]:
+        kept, engine, whole, restored = Kept(), Noting("abcd"), rollout_of(), rollout_of()
+        playing = asyncio.create_task(written(whole, kept, engine))
+        await asyncio.sleep(8)
+        rows = [TurnRow(i, 0, turn.rollout_id, turn.index, encode_turn(turn)) for i, turn in enumerate(kept.turns)]
+        put_back_turns(restored, rows, model_step=0)
+        assert [len(segment.tokens) for segment in restored.segments] == [5, 0, 2]
+        await playing
+        await written(restored, Kept(), engine)
+        return whole, restored
+
+    whole, restored = run_virtual(main())
+    assert restored.segments == whole.segments
 
 
 @pytest.mark.parametrize(("loop", "kept_turns"), [(SingleTurnAgentLoop, 0), (ChangesItsMind, 2)])
