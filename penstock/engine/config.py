@@ -147,8 +147,8 @@ class RolloutControllerConfig(Config):
     request_timeout_s: float = pydantic.Field(default=200.0, gt=0)
     """For one engine to answer one request, from when it is given the request; then another engine is asked. Waiting
     in line and being frozen by a pause do not count."""
-    control_timeout_s: float = pydantic.Field(default=30.0, gt=0)
-    """For an engine to pause, continue, abort, sleep or wake."""
+    control_timeout_s: float = pydantic.Field(default=20.0, gt=0)
+    """For an engine to pause, continue, abort, sleep or wake; then it is fenced. Below `pause_request_timeout_s`."""
     load_timeout_s: float = pydantic.Field(default=240.0, gt=0)
     start_timeout_s: float = pydantic.Field(default=300.0, gt=0)
     """For an engine to start, load its model and the current weights."""

@@ -232,18 +232,23 @@ class VllmEngine:
         async with self._door.control:
             self._check_weights()
             with _as_failures("load_weights"):
-                if not self._door.frozen:  # also under a request that is served
-                    await self._door.freeze()
                 try:
-                    checksum = await self._update(stored, model_step)
-                    self._loaded_step = model_step
-                except asyncio.CancelledError:
-                    self._damage = f"loading weights {model_step} was cancelled half way"
-                    raise
+                    if not self._door.frozen:  # also under a request that is served
+                        await self._door.freeze()
+                    checksum = await self._update_whole(stored, model_step)
                 finally:
                     if not self._door.frozen and not self._damage:
                         await self._llm.resume_generation()
         return LoadedWeights(model_step=model_step, checksum=checksum)
+
+    async def _update_whole(self, stored: StoredWeights, model_step: int) -> str:
+        try:
+            checksum = await self._update(stored, model_step)
+        except asyncio.CancelledError:
+            self._damage = f"loading weights {model_step} was cancelled half way"
+            raise
+        self._loaded_step = model_step
+        return checksum
 
     async def _update(self, stored: StoredWeights, model_step: int) -> str:
         update = {"stored": msgspec.json.encode(stored).decode()}

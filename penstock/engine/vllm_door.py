@@ -85,14 +85,23 @@ class Door:
         async with self.control:
             if self.paused:
                 return
+            if self.frozen:  # or not: an earlier pause was cut off half way
+                await self._core.resume_generation()
+                self.frozen = False
             self.paused = True
-            ending = [answer for answer in self.inside if answer.on_pause == "abort"]
-            if len(ending) == len(self.inside) and not self.frozen:
-                # Caches are for the same weights still; an update clears them.
-                await self._core.pause_generation(mode="abort", clear_cache=False)
-                self.frozen = True
-            await self._end(ending)
-            await self._adjust()
+            try:
+                ending = [answer for answer in self.inside if answer.on_pause == "abort"]
+                if len(ending) == len(self.inside):
+                    # Before it is asked: cut off meanwhile, vLLM may stand still, and `resume` must know.
+                    self.frozen = True
+                    # Caches are for the same weights still; an update clears them.
+                    await self._core.pause_generation(mode="abort", clear_cache=False)
+                await self._end(ending)
+                await self._adjust()
+            except BaseException:
+                # Or the next pause would find nothing to do.
+                self.paused = False
+                raise
 
     async def resume(self) -> None:
         async with self.control:
@@ -161,8 +170,8 @@ class Door:
         kinds = {answer.on_pause for answer in self.inside}
         freeze = self.paused and self._last is None and "keep" in kinds and "serve" not in kinds
         if freeze and not self.frozen:
-            await self.freeze()
             self.frozen = True
+            await self.freeze()
         elif self.frozen and not freeze and (self.inside or not self.paused):
             await self._core.resume_generation()
             self.frozen = False

@@ -5,7 +5,7 @@
     judge_timeout_s                        manager.stall_timeout_s       ... before a slow judge is
     pause_timeout_s                        manager.stall_timeout_s       ... before a slow drain is
     3 x controller.request_timeout_s       manager.stall_timeout_s       ... before a request was tried three times
-    controller.control_timeout_s           pause_request_timeout_s       a pause is sent again while it is on its way
+    controller.control_timeout_s           pause_request_timeout_s       a pause ends before a deaf engine is fenced
     controller.load_timeout_s              sync_timeout_s                a slow engine is not told from a failed sync
 
 An engine's own deadlines begin when it begins; waiting in line has none but `stall_timeout_s`, which looks at finished
@@ -45,11 +45,10 @@ class Order(NamedTuple):
     inner: Deadline
     outer: Deadline
     otherwise: str
-    may_equal: bool = False
 
     @property
     def is_kept(self) -> bool:
-        return self.inner.total < self.outer.total or (self.may_equal and self.inner.total == self.outer.total)
+        return self.inner.total < self.outer.total
 
 
 def deadline_orders(config: RLTrainerConfig) -> Iterator[Order]:
@@ -71,8 +70,7 @@ def deadline_orders(config: RLTrainerConfig) -> Iterator[Order]:
     yield Order(
         Deadline("engines.controller.control_timeout_s", controller.control_timeout_s),
         Deadline("manager.pause_request_timeout_s", config.manager.pause_request_timeout_s),
-        "a pause would be sent again while the engines still answer the first",
-        may_equal=True,
+        "a pause would be given up before an engine that does not hear it is fenced",
     )
     yield Order(
         Deadline("engines.controller.load_timeout_s", controller.load_timeout_s),
@@ -104,5 +102,4 @@ def _task_orders(where: str, task: TaskSpecConfig, stall: Deadline) -> Iterator[
 def deadline_problems(config: RLTrainerConfig) -> Iterator[str]:
     for order in deadline_orders(config):
         if not order.is_kept:
-            rule = "may not exceed" if order.may_equal else "must be below"
-            yield f"{order.inner} {rule} {order.outer}; {order.otherwise}"
+            yield f"{order.inner} must be below {order.outer}; {order.otherwise}"

@@ -43,8 +43,8 @@ class Core:
 
 
 class Play:
-    def __init__(self) -> None:
-        self.core = Core()
+    def __init__(self, core: Core | None = None) -> None:
+        self.core = core or Core()
         self.door = Door(self.core, can_sleep=True, on_change=lambda: None)
         self.made: dict[str, int] = {}
         self._tasks: dict[str, asyncio.Task[str]] = {}
@@ -155,5 +155,38 @@ def test_waking_one_that_has_not_slept_yet_says_so() -> None:
         await play.door.resume()
         with pytest.raises(RunError, match="woken before it slept"):
             await sleeping
+
+    play(test())
+
+
+class SlowCore(Core):
+    """Obeys a pause at once and says so only after a minute, the first time."""
+
+    slow = True
+
+    async def pause_generation(self, *, mode: Literal["abort", "keep"], clear_cache: bool) -> None:
+        await super().pause_generation(mode=mode, clear_cache=clear_cache)
+        if self.slow:
+            self.slow = False
+            await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize("on_pause", ["abort", "keep"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_pause_that_is_cut_off_half_way_can_be_asked_for_again_and_taken_back(on_pause: OnPause, again: bool) -> None:
+    async def test() -> None:
+        play = Play(SlowCore())
+        if on_pause == "keep":
+            await play.ask("kept", "keep")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(20):
+                await play.door.pause()
+        assert not play.door.paused
+        if again:
+            await play.door.pause()
+            assert play.door.paused and play.core.frozen
+        await play.door.resume()
+        await play.ask("later", "abort")
+        assert await play.outcome("later") == "done"
 
     play(test())

@@ -89,8 +89,8 @@ def test_the_deadlines_of_every_recipe_are_in_order(name: str) -> None:
             r"3 x engines\.controller\.request_timeout_s \(300 s\) must be below manager\.stall_timeout_s \(900 s\)",
         ),
         (
-            {"engines": EnginesConfig(controller=RolloutControllerConfig(control_timeout_s=31.0))},
-            r"control_timeout_s \(31 s\) may not exceed manager\.pause_request_timeout_s \(30 s\)",
+            {"engines": EnginesConfig(controller=RolloutControllerConfig(control_timeout_s=30.0))},
+            r"control_timeout_s \(30 s\) must be below manager\.pause_request_timeout_s \(30 s\)",
         ),
         ({"sync_timeout_s": 100.0}, r"load_timeout_s \(240 s\) must be below sync_timeout_s \(100 s\)"),
         (
