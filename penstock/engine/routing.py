@@ -8,7 +8,7 @@ are seated, and none that comes later.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection
 
 from penstock.engine.health import Fleet, Member, RequestClock
@@ -38,6 +38,8 @@ class Router:
         self._limit = max_requests_per_engine
         self._line: deque[Ticket] = deque()
         self._seated: dict[Member, dict[Ticket, RequestClock]] = {member: {} for member in fleet.members}
+        self._kept: Counter[Member] = Counter()
+        """How many of those seated are kept: frozen, while the fleet is paused."""
         self._groups: OrderedDict[str, Member] = OrderedDict()
         self.last: frozenset[Ticket] = frozenset()
         """While the fleet drains: those that are seated still."""
@@ -61,7 +63,8 @@ class Router:
             self._line.appendleft(ticket)
         else:
             self._line.append(ticket)
-        self.assign()
+        if self._may_sit(ticket) or self._fleet.unavailable is not None:
+            self.assign()
         try:
             return await ticket.place
         except asyncio.CancelledError:
@@ -80,36 +83,46 @@ class Router:
     def leave(self, member: Member, ticket: Ticket) -> None:
         clock = self._seated[member].pop(ticket)
         member.clocks.discard(clock)
+        self._kept[member] -= ticket.on_pause == "keep"
         self.assign()
 
     def assign(self) -> None:
         """Seat those who wait, as far as there is room. Called whenever there may be."""
         if self._line and (unavailable := self._fleet.unavailable) is not None:
             self.fail(lambda ticket: True, unavailable)
-        if self._fleet.paused:
-            for ticket in [ticket for ticket in self._line if self._may_sit(ticket)]:
-                if (member := self._choose(ticket)) is not None:
-                    self._line.remove(ticket)
-                    self._seat(ticket, member)
-            return
-        while self._line and (member := self._choose(self._line[0])) is not None:
-            self._seat(self._line.popleft(), member)
+        passed_over = []
+        room = self._room()
+        while self._line and room:
+            ticket = self._line.popleft()
+            if self._may_sit(ticket):
+                self._seat(ticket, self._choose(ticket, room))
+                room = self._room()
+            else:
+                passed_over.append(ticket)
+        self._line.extendleft(reversed(passed_over))
 
     def abort(self, chosen: Callable[[Ticket], bool]) -> None:
         """Those of the line that are chosen."""
-        for ticket in [ticket for ticket in self._line if chosen(ticket)]:
-            self._line.remove(ticket)
+        for ticket in self._take_out(chosen):
             if not ticket.place.done():
                 ticket.place.set_result(None)
 
     def fail(self, chosen: Callable[[Ticket], bool], error: PenstockError) -> None:
-        for ticket in [ticket for ticket in self._line if chosen(ticket)]:
-            self._line.remove(ticket)
+        for ticket in self._take_out(chosen):
             if not ticket.place.done():
                 ticket.place.set_exception(error)
 
+    def _take_out(self, chosen: Callable[[Ticket], bool]) -> list[Ticket]:
+        taken: list[Ticket] = []
+        left: deque[Ticket] = deque()
+        for ticket in self._line:
+            (taken if chosen(ticket) else left).append(ticket)
+        self._line = left
+        return taken
+
     def _may_sit(self, ticket: Ticket) -> bool:
-        """While the fleet is paused."""
+        if not self._fleet.paused:
+            return True
         if self._fleet.draining:
             return ticket in self.last
         return ticket.on_pause == "serve" and not self._fleet.asleep
@@ -121,19 +134,21 @@ class Router:
         clock.start()
         member.clocks.add(clock)
         self._seated[member][ticket] = clock
+        self._kept[member] += ticket.on_pause == "keep"
         ticket.place.set_result(member)
 
     def _load(self, member: Member) -> int:
-        seated = self._seated[member]
+        seated = len(self._seated[member])
         if not self._fleet.paused or self._fleet.draining:
-            return len(seated)
-        return sum(ticket.on_pause != "keep" for ticket in seated)
+            return seated
+        return seated - self._kept[member]
 
-    def _choose(self, ticket: Ticket) -> Member | None:
-        room = [member for member in self._fleet.serving if self._load(member) < self._limit]
+    def _room(self) -> list[Member]:
+        """Those that can be given another."""
+        return [member for member in self._fleet.serving if self._load(member) < self._limit]
+
+    def _choose(self, ticket: Ticket, room: list[Member]) -> Member:
         room = _others(room, ticket.avoid)
-        if not room:
-            return None
         group = ticket.group_id
         member = self._groups.get(group)
         if member is None or member not in room:
