@@ -256,9 +256,9 @@ class RolloutController:
         self._start()
         if not self._fleet.paused:
             raise RunError("the engines cannot sleep: they are not paused; pause them first")
-        await self._finish_what_is_here()
-        self._fleet.asleep = True
         try:
+            await self._finish_what_is_here()
+            self._fleet.asleep = True
             await self._tell_all("sleep", lambda engine: engine.sleep())
         except BaseException:
             self._fleet.asleep = False
@@ -277,6 +277,8 @@ class RolloutController:
             self._router.assign()
             for ticket in last:
                 await ticket.ended.wait()
+            # While the door is closed still: one that comes now would be given to an engine that falls asleep.
+            self._fleet.asleep = True
         finally:
             self._router.last, self._fleet.draining = frozenset(), False
             for clock in self._kept_clocks():

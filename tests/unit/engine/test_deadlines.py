@@ -114,6 +114,26 @@ def test_sleep_waits_for_what_is_kept_and_served_and_holds_the_rest_until_wake()
     run_virtual(main(), deadline=1e6)
 
 
+def test_a_request_that_comes_as_the_last_one_ends_waits_for_the_engines_to_wake() -> None:
+    async def main() -> None:
+        controller = build(fifty_seconds(pause_s=0.5))
+        first = asyncio.create_task(controller.generate(request("judge", "serve")))
+        await asyncio.sleep(20)
+        await controller.pause_generation()
+        sleeping = asyncio.create_task(controller.sleep())
+        await first
+        await asyncio.sleep(0.2)
+        assert not sleeping.done()
+        late = asyncio.create_task(controller.generate(request("late", "serve")))
+        await sleeping
+        assert (await controller.stats()).engines == 1
+        await controller.wake()
+        assert (await late).finish_reason is FinishReason.STOP
+        await controller.close()
+
+    run_virtual(main(), deadline=1e6)
+
+
 def test_a_kept_request_that_never_ends_is_waited_for_no_longer_than_a_request_may_take() -> None:
     async def main() -> None:
         controller = build(fifty_seconds(faults=EngineFaults(hangs=1.0)), request_timeout_s=60.0, failures_to_fence=99)
