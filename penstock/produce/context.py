@@ -222,6 +222,8 @@ class ProduceContext:
             raise
         except Exception as error:
             message = f"{type(self.agent_loop).__name__} raised {type(error).__name__}: {error}"
+        # With a relative judger, a whole answer without a verdict waits for siblings that are not whole.
+        all_whole = all(r.finish_reason is not None and r.status is not Status.FAILED for r in attempt.group)
         for rollout in attempt.group:
             if rollout.status is Status.INIT:
                 rollout.fail(
@@ -230,6 +232,9 @@ class ProduceContext:
             elif rollout.status is Status.ABORTED and rollout.finish_reason is None and not self.should_abort():
                 # Taken as an engine's failure: an engine that is paused by somebody else would be asked for ever.
                 rollout.fail(Failure(FailureReason.ENGINE_ABORT, "interrupted although production is not paused", True))
+            elif rollout.status is Status.ABORTED and all_whole and not self.should_abort():
+                # As above: it would be judged for ever.
+                rollout.fail(Failure(FailureReason.UNJUDGED, "judging was interrupted although nothing is paused"))
             elif attempt.has_future_tokens(rollout):
                 message = f"tokens are ascribed to weights newer than {attempt.model_step}: {rollout.steps}"
                 rollout.fail(Failure(FailureReason.ENGINE_NONSENSE, message, True))

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from penstock.agent_loop import AgentLoop, SingleTurnAgentLoop
-from penstock.errors import CircuitOpen, EngineUnavailable, UserFunctionError
+from penstock.errors import CircuitOpen, EngineUnavailable, Interrupted, UserFunctionError
 from penstock.produce import FailurePolicyConfig, ProduceContext, SyncProduceStrategyConfig, has_different_rewards
 from penstock.replay import GroupState
 from penstock.rollout import Group, Prompt, RolloutState, Status, Verdict
@@ -214,6 +214,21 @@ def test_an_interruption_without_a_pause_is_the_engines_failure(context: NewCont
     group, completed = run_virtual(main())
     assert not completed
     assert {r.error.reason for r in group if r.error is not None} == {"engine_abort"}
+
+
+class JudgesByTheEngine(SingleTurnAgentLoop):
+    """Its judge is interrupted every time."""
+
+    async def judge_sample(self, rollout: RolloutState) -> None:
+        raise Interrupted("the judge's engine was paused by somebody else")
+
+
+def test_judging_that_is_interrupted_without_a_pause_has_a_budget(context: NewContext) -> None:
+    world = ScriptedWorld([task(loop=JudgesByTheEngine)])
+    group, completed = played(world, context)
+    assert not completed
+    assert {rollout.error.reason for rollout in group if rollout.error} == {"unjudged"}
+    assert world.buffer.discarded("task") == {"unjudged": 1}
 
 
 class Unplayed(AgentLoop):
