@@ -115,7 +115,7 @@ class RolloutController:
     ) -> AsyncGenerator[Completion, None]:
         """One engine's stream, each piece checked before it is handed on."""
         clock = self._router.clock(member, ticket)
-        got: list[Completion] = []
+        begun = False
         async with contextlib.aclosing(member.engine.stream(request)) as pieces:
             while True:
                 async with clock:
@@ -125,11 +125,12 @@ class RolloutController:
                         f"engine {member.name} ended {request.request_id} without a finish reason",
                         reason=FailureReason.ENGINE_NONSENSE,
                     )
-                got.append(piece)
-                so_far = joined(got)
-                if piece.finish_reason is None:  # so far it is what an abort would hand back
-                    so_far = msgspec.structs.replace(so_far, finish_reason=FinishReason.ABORT)
-                check_completion(so_far, request)
+                if piece.finish_reason is None or (begun and not piece.ids):
+                    # What an abort would hand back: a piece that ends nothing, or nothing more after what came.
+                    check_completion(msgspec.structs.replace(piece, finish_reason=FinishReason.ABORT), request)
+                else:
+                    check_completion(piece, request)
+                begun = begun or bool(piece.ids)
                 await self._check_steps(piece, request, member, oldest)
                 yield piece
                 if piece.finish_reason is not None:

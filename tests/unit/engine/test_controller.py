@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -17,7 +18,9 @@ from penstock.errors import (
     DataFailure,
     InfrastructureFailure,
 )
+from penstock.ports import Completion, GenerateRequest
 from penstock.rollout import FinishReason, pack_ids, pack_logprobs
+from penstock.testing import ScriptedEngine, run_virtual
 
 
 def test_a_group_stays_on_one_engine_and_groups_go_to_the_least_loaded() -> None:
@@ -224,3 +227,41 @@ def test_scores_come_from_another_engine_when_one_fails() -> None:
             assert len(await controller.score(pack_ids([1, 2, 3]))) == 8
 
     play(test)
+
+
+class InPieces(ScriptedEngine):
+    """Streams these."""
+
+    def __init__(self, *pieces: Completion) -> None:
+        super().__init__()
+        self._pieces = pieces
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
+        for piece in self._pieces:
+            yield piece
+
+
+ONE = Completion(ids=pack_ids([7]), logprobs=pack_logprobs([-1.0]), finish_reason=None, steps=((0, 1),))
+NO_MORE = Completion(ids=b"", logprobs=b"", finish_reason=FinishReason.STOP, steps=())
+NOT_A_NUMBER = msgspec.structs.replace(ONE, logprobs=pack_logprobs([float("nan")]))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "good"),
+    [((ONE, ONE, NO_MORE), True), ((NO_MORE,), False), ((ONE, NOT_A_NUMBER, NO_MORE), False), ((ONE, ONE), False)],
+)
+def test_each_piece_of_a_stream_is_checked_before_it_is_handed_on(pieces: tuple[Completion, ...], good: bool) -> None:
+    async def main() -> list[Completion]:
+        controller = RolloutControllerConfig().build({"only": InPieces(*pieces)}, max_running=1)
+        got = []
+        try:
+            async for piece in controller.stream(request("x")):
+                got.append(piece)
+        except InfrastructureFailure:
+            assert not good
+        await controller.close()
+        return got
+
+    got = run_virtual(main())
+    assert NOT_A_NUMBER not in got
+    assert (got[-1:] == [NO_MORE]) is good
