@@ -121,9 +121,8 @@ class AgentLoopManager:
         """
         train_step = model_step + 1
         for name, task in self.tasks.items():
-            # What an earlier call that was cut off left behind.
-            for group in self.buffer.get(len(task.runtime.sampler), name, Status.ABORTED):
-                self.buffer.discard(group, name, DiscardReason.CANCELLED)
+            # What an earlier call that was cut off left behind, wherever it stood.
+            self.buffer.discard_all(name, DiscardReason.CANCELLED)
             task.runtime.sampler.seek(0)
         result = await self._produce_and_take({name: sizes.get(name, 0) for name in self.tasks}, train_step, model_step)
         if result.groups:
@@ -169,6 +168,8 @@ class AgentLoopManager:
                 await self._produce_next(batch_size)
         except asyncio.CancelledError:
             self._failure = RunError("the produce loop was cancelled")
+            for task in self.tasks.values():
+                task.strategy.abandon()
             raise
         except BaseException as error:
             self._failure = error

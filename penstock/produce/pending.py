@@ -97,19 +97,20 @@ class PendingTasks:
             del self._running[task]
             self._storing += 1
             task.cancel()
-        if cancelled:
-            await asyncio.wait([task for task, _ in cancelled], timeout=CANCEL_TIMEOUT_S)
-        for task, attempt in cancelled:
-            try:
-                finished = task.done() and not task.cancelled() and task.exception() is None
-                store(task.result() if finished else attempt.interrupted())
-            except Exception as error:
-                failure = failure or error
         try:
+            if cancelled:
+                await asyncio.wait([task for task, _ in cancelled], timeout=CANCEL_TIMEOUT_S)
+            for task, attempt in cancelled:
+                try:
+                    finished = task.done() and not task.cancelled() and task.exception() is None
+                    store(task.result() if finished else attempt.interrupted())
+                except Exception as error:
+                    failure = failure or error
             await flush()
         except Exception as error:
             failure = failure or error
         finally:
+            # Also when this is cut off: what counts as pending for ever would be waited for for ever.
             self._storing -= len(cancelled)
             self._notify()
         await self.drain(store, flush)

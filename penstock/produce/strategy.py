@@ -78,6 +78,10 @@ class ProduceStrategy(abc.ABC):
         """Bring everything pending home; returns the seconds it took."""
         return 0.0
 
+    def abandon(self) -> None:
+        """Stop what is pending and store none of it: nobody will ask for it again."""
+        return
+
     def is_model_expired(self, train_step: int, model_step: int) -> bool:
         """Whether weights `model_step` are too old to produce for `train_step`."""
         return False
@@ -158,6 +162,9 @@ class PooledStrategy(ProduceStrategy):
             self._pending.abandon()
             raise
         return loop.time() - started
+
+    def abandon(self) -> None:
+        self._pending.abandon()
 
     def attempts(self) -> Iterator[Attempt]:
         return self._pending.attempts()

@@ -127,6 +127,19 @@ class ReplayBuffer:
         self._discard(entry, reason, train_step, detail=_failures(group))
         self.changed.notify()
 
+    def discard_all(self, task: str, reason: DiscardReason) -> None:
+        """End every group of a task that is played or waits; leased ones stay. What plays them may not store them."""
+        for entry in [entry for entry in self._entries.values() if entry.task == task]:
+            if entry.state in (GroupState.LEASED, GroupState.TRAINED):
+                continue
+            if entry.state is GroupState.RUNNING:
+                self._count_tokens(entry)
+            else:
+                assert entry.state is not None
+                self._shelf(task, entry.state).remove(entry)
+            self._discard(entry, reason, self._train_step)
+        self.changed.notify()
+
     def forget_response(self, rollout: RolloutState, why: str) -> int:
         """Drop a running rollout's answer to make it again; its tokens count as wasted. Returns how many."""
         n = rollout.num_tokens

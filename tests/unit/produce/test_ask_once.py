@@ -90,6 +90,29 @@ def test_a_call_that_was_cut_off_leaves_nothing_to_the_next(seconds: Seconds) ->
     assert run_virtual(main()) == ["a:0", "a:1", "a:2"]
 
 
+class DeafToPauses(ScriptedEngine):
+    async def pause_generation(self) -> None:
+        return
+
+
+def test_a_call_whose_groups_did_not_come_home_leaves_nothing_to_the_next() -> None:
+    async def main() -> list[str]:
+        first_is_fast = EngineScript(tokens_per_s=1.0, answers=lambda r: [65] * (2 if ":0:" in r.request_id else 100))
+        world = ScriptedWorld(tasks(pause_timeout_s=200.0), engine=DeafToPauses(first_is_fast))
+        asking = asyncio.create_task(world.manager.ask({"a": 3}, model_step=0))
+        await asyncio.sleep(5)
+        asking.cancel()
+        await asyncio.wait([asking])
+        states = world.buffer.conservation("a").states
+        assert (states[GroupState.COMPLETED], states[GroupState.RUNNING]) == (1, 2)
+        result = await world.manager.ask({"a": 3}, model_step=0)
+        assert world.buffer.discarded("a") == {"cancelled": 3}
+        world.check()
+        return ids(result)
+
+    assert run_virtual(main()) == ["a:0", "a:1", "a:2"]
+
+
 def test_an_evaluation_that_hangs_ends_with_the_stage() -> None:
     async def main() -> None:
         engine = EngineScript(faults=EngineFaults(hangs=1.0))

@@ -445,6 +445,21 @@ def test_a_cancelled_producer_ends_get_batch() -> None:
     run_virtual(main())
 
 
+def test_a_cancelled_producer_leaves_no_group_playing(asynchronous: NewTask, seconds: Seconds) -> None:
+    async def main() -> set[str]:
+        world = ScriptedWorld([asynchronous()], engine=seconds(1000))
+        loop = await producing(world)
+        await asyncio.sleep(1)
+        loop.cancel()
+        await asyncio.wait([loop])
+        await asyncio.sleep(1)
+        playing = {task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith(("group", "rollout"))}
+        await world.manager.shutdown()
+        return playing
+
+    assert run_virtual(main()) == set()
+
+
 def test_after_shutdown_a_batch_is_empty_and_normal_and_nothing_runs(asynchronous: NewTask) -> None:
     async def main() -> None:
         world = ScriptedWorld([asynchronous()])

@@ -186,6 +186,28 @@ def test_what_is_abandoned_is_cancelled_and_stored_by_nobody() -> None:
     assert run_virtual(main()) == (["done"], 0, 1)
 
 
+def test_cancelling_that_is_cut_off_leaves_nothing_to_wait_for() -> None:
+    async def stubborn(played: Attempt) -> Attempt:
+        try:
+            await asyncio.sleep(100)
+        except asyncio.CancelledError:
+            await asyncio.sleep(8)
+        return played
+
+    async def main() -> int:
+        pending, shelf = PendingTasks(), Shelf()
+        one = attempt("a")
+        pending.schedule(one, stubborn(one), Signal())
+        await asyncio.sleep(1)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5):
+                await pending.cancel(shelf.put, shelf.flush)
+        await pending.drain(shelf.put, shelf.flush)
+        return len(pending)
+
+    assert run_virtual(main()) == 0
+
+
 def test_a_store_that_fails_leaves_nothing_behind_when_the_rest_is_cancelled() -> None:
     class Full(Shelf):
         def put(self, stored: Attempt) -> None:
