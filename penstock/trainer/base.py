@@ -20,6 +20,7 @@ import msgspec
 from penstock.data import remember_prompts
 from penstock.errors import PenstockError, StorageError
 from penstock.events import Note, RunBegan, RunEnded, StepTrained
+from penstock.rollout import storable
 from penstock.trainer.checkpointing import RunCheckpointer
 from penstock.trainer.config import RLTrainerConfig
 from penstock.trainer.evaluation import RunEvaluator
@@ -105,12 +106,13 @@ class RLTrainer(abc.ABC):
                 return self.summary
             except PenstockError as error:
                 with contextlib.suppress(StorageError):
-                    self._end(error=f"{type(error).__name__}: {error}")
+                    self._end(error=storable(f"{type(error).__name__}: {error}"))
                 raise
             finally:
                 # The parts first: what they say while they end is worth showing.
                 async with contextlib.AsyncExitStack() as stack:
-                    stack.callback(self._observers.close)
+                    # In a thread: a tracker that sends what it has may take minutes.
+                    stack.push_async_callback(asyncio.to_thread, self._observers.close)
                     stack.push_async_callback(self.parts.close)
 
     async def _run(self) -> None:
