@@ -60,6 +60,19 @@ def test_a_summary_goes_on_from_that_of_the_checkpoint() -> None:
     assert after.summary.error is None and not after.summary.interrupted
 
 
+@pytest.mark.parametrize("saved_after", [True, False])
+def test_the_seconds_of_a_step_that_is_told_again_after_a_resume_count_once(saved_after: bool) -> None:
+    """A checkpoint at an orderly end is written after its step was told, one of the schedule before."""
+    before, second = SummarySink(), StepTrained(train_step=2, metrics={"time/step_s": 3.0})
+    before.notice(StepTrained(train_step=1, metrics={"time/step_s": 2.0}))
+    if saved_after:
+        before.notice(second)
+    after = SummarySink()
+    after.restart(before.plain(), 2)
+    after.notice(second)
+    assert after.summary.train_seconds == 5.0
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_asks_for_an_end_and_the_second_cancels(number: signal.Signals) -> None:
     stop, told = Stop(), Told()
