@@ -73,7 +73,7 @@ class Config(pydantic.BaseModel):
 
         The same in every process, so that a run can be compared with the one it resumes.
         """
-        described: dict[str, Any] = _describe(self)
+        described: dict[str, Any] = describe(self)
         return described
 
 
@@ -167,20 +167,21 @@ def _replace(value: Any, path: list[str], new: Any, whole: str) -> Any:
     return type(value)(changed if str(index) == head else item for index, item in enumerate(value))
 
 
-def _describe(value: Any) -> Any:
+def describe(value: Any) -> Any:
+    """Plain data of anything that stands in a configuration."""
     if isinstance(value, Config):
-        fields = {name: _describe(getattr(value, name)) for name in type(value).model_fields}
+        fields = {name: describe(getattr(value, name)) for name in type(value).model_fields}
         return {"class": type(value).__name__, **fields}
     if isinstance(value, dict):
-        return {str(key): _describe(item) for key, item in value.items()}
+        return {str(key): describe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_describe(item) for item in value]
+        return [describe(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted((_describe(item) for item in value), key=repr)
+        return sorted((describe(item) for item in value), key=repr)
     if isinstance(value, msgspec.Struct):
-        return msgspec.to_builtins(value, order="deterministic", enc_hook=_describe)
+        return msgspec.to_builtins(value, order="deterministic", enc_hook=describe)
     if isinstance(value, enum.Enum):
-        return _describe(value.value)
+        return describe(value.value)
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Path):
@@ -191,7 +192,7 @@ def _describe(value: Any) -> Any:
 def _describe_object(value: Any) -> Any:
     """The same in every process: no memory address, no order of hashes."""
     if isinstance(value, functools.partial):
-        return {"class": dotted_name(value), "args": _describe(value.args), "keywords": _describe(value.keywords)}
+        return {"class": dotted_name(value), "args": describe(value.args), "keywords": describe(value.keywords)}
     if hasattr(value, "__qualname__"):
         return dotted_name(value)
     held = getattr(value, "__dict__", None) or {
@@ -201,7 +202,7 @@ def _describe_object(value: Any) -> Any:
         text = repr(value)
         return dotted_name(value) if _ADDRESS.search(text) else text
     # What else it holds may be as large as a model, or refer back.
-    return {"class": dotted_name(value), **{name: _describe(item) for name, item in held.items() if _is_plain(item)}}
+    return {"class": dotted_name(value), **{name: describe(item) for name, item in held.items() if _is_plain(item)}}
 
 
 def _is_plain(value: Any) -> bool:
