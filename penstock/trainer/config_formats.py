@@ -32,12 +32,13 @@ def in_one_shape(saved: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, 
 
 def _from_first_format(saved: dict[str, Any]) -> dict[str, Any]:
     brought: dict[str, Any] = _renamed(saved)
-    engines = {name: brought.pop(name) for name in ("engine", "num_engines", "controller") if name in brought}
-    controller = engines.get("controller", {})
+    engines: dict[str, Any] = {"class": "EnginesConfig"}
+    engines |= {name: brought.pop(name) for name in ("engine", "num_engines", "controller") if name in brought}
+    controller: dict[str, Any] = engines.get("controller") or {}
     if controller.get("max_requests_per_engine") == _FIRST_MAX_REQUESTS_PER_ENGINE:
         # The default of then; the default of today is the engine's own limit.
         del controller["max_requests_per_engine"]
-    return brought | {"engines": {"class": "EnginesConfig", **engines}}
+    return brought | {"engines": engines}
 
 
 def _evaluated_alike(config: dict[str, Any]) -> dict[str, Any]:
