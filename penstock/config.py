@@ -8,7 +8,10 @@ all at once, before anything is built.
 from __future__ import annotations
 
 import difflib
+import enum
+import functools
 import importlib
+import re
 import sys
 import types
 import typing
@@ -25,6 +28,7 @@ from penstock.errors import ConfigError
 Dtype = Literal["auto", "float32", "bfloat16"]
 """`auto`: bfloat16 where this machine computes it several times as fast, else float32; decided at every start, so a run
 that is resumed on another machine may go on in the other one."""
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 
 
 class Config(pydantic.BaseModel):
@@ -65,8 +69,11 @@ class Config(pydantic.BaseModel):
         return replaced
 
     def describe(self) -> dict[str, Any]:
-        """Plain data for `config.json`: each object's fields and its class; callables by their dotted name."""
-        described: dict[str, Any] = _describe(self)
+        """Plain data for `config.json`: each object's fields and its class; functions by their dotted name.
+
+        The same in every process, so that a run can be compared with the one it resumes.
+        """
+        described: dict[str, Any] = describe(self)
         return described
 
 
@@ -86,7 +93,11 @@ def import_name(dotted: str) -> Any:
 
 
 def dotted_name(function: Callable[..., Any]) -> str:
-    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
+    """Of a function or a class where it is defined; of a partial its function's, of another object its class's."""
+    if isinstance(function, functools.partial):
+        return f"partial({dotted_name(function.func)})"
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _caller() -> str:
@@ -156,16 +167,47 @@ def _replace(value: Any, path: list[str], new: Any, whole: str) -> Any:
     return type(value)(changed if str(index) == head else item for index, item in enumerate(value))
 
 
-def _describe(value: Any) -> Any:
+def describe(value: Any) -> Any:
+    """Plain data of anything that stands in a configuration."""
     if isinstance(value, Config):
-        fields = {name: _describe(getattr(value, name)) for name in type(value).model_fields}
+        fields = {name: describe(getattr(value, name)) for name in type(value).model_fields}
         return {"class": type(value).__name__, **fields}
     if isinstance(value, dict):
-        return {str(key): _describe(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_describe(item) for item in value]
+        return {str(key): describe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [describe(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((describe(item) for item in value), key=repr)
     if isinstance(value, msgspec.Struct):
-        return msgspec.to_builtins(value)
+        return msgspec.to_builtins(value, order="deterministic", enc_hook=describe)
+    if isinstance(value, enum.Enum):
+        return describe(value.value)
+    if value is None or isinstance(value, str | int | float):
+        return value
     if isinstance(value, Path):
         return str(value)
-    return dotted_name(value) if callable(value) else value
+    return _describe_object(value)
+
+
+def _describe_object(value: Any) -> Any:
+    """The same in every process: no memory address, no order of hashes."""
+    if isinstance(value, functools.partial):
+        return {"class": dotted_name(value), "args": describe(value.args), "keywords": describe(value.keywords)}
+    if hasattr(value, "__qualname__"):
+        return dotted_name(value)
+    held = getattr(value, "__dict__", None) or {
+        name: getattr(value, name) for name in getattr(value, "__slots__", ()) if hasattr(value, name)
+    }
+    if not held:
+        text = repr(value)
+        return dotted_name(value) if _ADDRESS.search(text) else text
+    # What else it holds may be as large as a model, or refer back.
+    return {"class": dotted_name(value), **{name: describe(item) for name, item in held.items() if _is_plain(item)}}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(item) for item in value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, str | int | float | Path | enum.Enum | Config)

@@ -253,6 +253,8 @@ class Judger(abc.ABC):
 
     relative = False
     """True when a score depends on the siblings; then `judge_group` is called instead of `judge`."""
+    watched: Judger | None = None
+    """The judger that this one only watches, if it does."""
 
     @abc.abstractmethod
     async def judge(self, rollout: RolloutState) -> Verdict | Unjudged:
@@ -361,6 +363,8 @@ class FinishedTurn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class TurnLog(Protocol):
+    """Where a task with partial rollout keeps the turns that a rollout has behind it; one without it has none."""
+
     async def append(self, turn: FinishedTurn, *, durable: bool = False) -> None:
         """Keep a finished turn; returns when it is on disk if `durable`, else at once."""
         ...

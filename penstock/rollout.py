@@ -165,6 +165,16 @@ class FailureReason(enum.StrEnum):
         return cls._value2member_map_.get(word)  # type: ignore[return-value]
 
 
+def storable(text: str) -> str:
+    """The text, with what UTF-8 has no bytes for written as an escape."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return text.encode("utf-8", "backslashreplace").decode()
+    return text
+
+
 class Failure(msgspec.Struct, frozen=True, gc=False):
     """Why an attempt failed: the boundary it crossed, the reason in a word, and the message for people."""
 
@@ -174,6 +184,11 @@ class Failure(msgspec.Struct, frozen=True, gc=False):
     """Whether another engine or another try may help; decides whose budget pays."""
     detail: str = ""
     """What helps to mend the cause, such as the traceback of a judge."""
+
+    def __post_init__(self) -> None:
+        # Words of a user's exception: one that names a file whose name is no UTF-8 has lone surrogates.
+        msgspec.structs.force_setattr(self, "message", storable(self.message))
+        msgspec.structs.force_setattr(self, "detail", storable(self.detail))
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,7 +37,10 @@ class AgentLoop:
     """Subclass it and write `generate_sample`. Retries, concurrency, deadlines and continuation come from here."""
 
     durable_turns = True
-    """Whether finished turns are kept while the rollout is still played, so that a crash costs the unfinished one."""
+    """Whether finished turns are kept while the rollout is still played, so that a crash costs the unfinished one.
+
+    Only in a task with partial rollout: in another an interrupted rollout starts again.
+    """
 
     def __init__(
         self,

@@ -69,7 +69,9 @@ def _few_per_source(prompts: Iterable[Prompt]) -> list[Prompt]:
 
 def _functions(judger: Judger, prompts: list[Prompt]) -> Iterator[tuple[NativeJudger, list[Prompt]]]:
     """The functions a judger is made of that run in workers, each with the prompts it would judge."""
-    if isinstance(judger, NativeJudger):
+    if judger.watched is not None:
+        yield from _functions(judger.watched, prompts)
+    elif isinstance(judger, NativeJudger):
         if judger.in_workers and prompts:
             yield judger, prompts
     elif isinstance(judger, ComposedJudger):

@@ -60,7 +60,8 @@ def save_hf(model: Any, tokenizer_dir: Path, directory: Path) -> None:
     """The model's weights and configuration with the tokenizer of `tokenizer_dir`; replaces a directory of that name.
 
     Everything is written and flushed under another name first. Raises StorageError, the old directory still there;
-    a crash between the two renames leaves both complete under their hidden names.
+    a crash between the two renames leaves both complete under their hidden names, and the next call puts the old one
+    back before it begins.
     """
     from safetensors import SafetensorError
 
@@ -69,6 +70,9 @@ def save_hf(model: Any, tokenizer_dir: Path, directory: Path) -> None:
     replaced = directory.with_name(f".{directory.name}.replaced")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
+        if replaced.exists() and not directory.exists():
+            # A crash between the two renames: the old one is complete, and the only one until the new one is.
+            replaced.rename(directory)
         for left_over in (unfinished, replaced):
             shutil.rmtree(left_over, ignore_errors=True)
         unfinished.mkdir()

@@ -20,7 +20,7 @@ from penstock.produce.context import TaskRuntime
 from penstock.produce.failures import DeadLetters, FailurePolicy, FailurePolicyConfig
 from penstock.produce.manager import AgentLoopManager
 from penstock.produce.pause import PauseDeadlines
-from penstock.produce.strategy import ProduceStrategyConfig
+from penstock.produce.strategy import PooledStrategyConfig, ProduceStrategyConfig
 from penstock.produce.sync_strategy import SyncProduceStrategyConfig
 from penstock.produce.task import Task
 from penstock.replay import ReplayBuffer
@@ -73,7 +73,7 @@ class World(msgspec.Struct, kw_only=True):
     dead_letters: Path | None = None
     observer: Observer = msgspec.field(default_factory=Nobody)
     turn_log: TurnLog | None = None
-    """Where finished turns of rollouts that are still played are kept."""
+    """Where finished turns of rollouts that are still played are kept, of tasks with partial rollout."""
     pauses_engine: bool = True
     """False when another manager pauses the engine and this one only shares it."""
     namespace: str = ""
@@ -134,6 +134,8 @@ class AgentLoopManagerConfig(Config):
     def _runtime(self, task: TaskSpecConfig, world: World, dead_letters: DeadLetters) -> TaskRuntime:
         judger_config = task.judger
         judger = world.judgers.get(judger_config) if judger_config is not None else None
+        strategy = task.produce_strategy_config
+        continues = getattr(strategy, "enable_partial_rollout", not isinstance(strategy, PooledStrategyConfig))
         agent_loop = task.agent_loop_config.build(
             engine=world.engine,
             tokenizer=world.tokenizer,
@@ -142,7 +144,8 @@ class AgentLoopManagerConfig(Config):
             placement=world.placement,
             namespace=world.namespace,
             on_pause=world.on_pause,
-            turn_log=world.turn_log,
+            # Finished turns of a rollout that starts again after an interruption are of no use.
+            turn_log=world.turn_log if continues else None,
         )
         return TaskRuntime(
             name=task.task_name,

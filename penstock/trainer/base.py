@@ -20,6 +20,7 @@ import msgspec
 from penstock.data import remember_prompts
 from penstock.errors import PenstockError, StorageError
 from penstock.events import Note, RunBegan, RunEnded, StepTrained
+from penstock.rollout import storable
 from penstock.trainer.checkpointing import RunCheckpointer
 from penstock.trainer.config import RLTrainerConfig
 from penstock.trainer.evaluation import RunEvaluator
@@ -52,6 +53,8 @@ class RLTrainer(abc.ABC):
         self._observers = observers
         self._beginning = beginning
         self._stop = Stop()
+        self._accepted = beginning.checkpoint is None
+        """Whether the run directory is this run's to write: what is resumed may still turn out not to fit."""
         self._summary = SummarySink()
         self._schedule = Schedule(
             total_steps=config.total_steps,
@@ -105,12 +108,13 @@ class RLTrainer(abc.ABC):
                 return self.summary
             except PenstockError as error:
                 with contextlib.suppress(StorageError):
-                    self._end(error=f"{type(error).__name__}: {error}")
+                    self._end(error=storable(f"{type(error).__name__}: {error}"))
                 raise
             finally:
                 # The parts first: what they say while they end is worth showing.
                 async with contextlib.AsyncExitStack() as stack:
-                    stack.callback(self._observers.close)
+                    # In a thread: a tracker that sends what it has may take minutes.
+                    stack.push_async_callback(asyncio.to_thread, self._observers.close)
                     stack.push_async_callback(self.parts.close)
 
     async def _run(self) -> None:
@@ -142,26 +146,20 @@ class RLTrainer(abc.ABC):
 
     async def _begin(self) -> int:
         """The step to go on from, whose weights the engines serve."""
-        checkpoint = self._beginning.checkpoint
         for note in self._beginning.notes:
             self._observers.notice(Note(text=note))
-        self._observers.notice(
-            RunBegan(
-                run_name=self.run_dir.name,
-                model=self.config.model,
-                total_steps=self.config.total_steps,
-                resumed_from=checkpoint.step if checkpoint is not None else None,
-            )
-        )
-        # Before the first draw: what a later resume is compared with.
-        await asyncio.to_thread(remember_prompts, self.run_dir, self.parts.prompts)
+        checkpoint = self._beginning.checkpoint
         if checkpoint is None:
+            await self._began(resumed_from=None)
             await self._checkpointer.save(0, {})
             if self._evaluator is not None:
                 await self._evaluator.evaluate(0)
             return 0
         step = checkpoint.step
+        # First: until then the files of the run that is resumed stay as they are.
         metrics = await self._checkpointer.restore(checkpoint, self.parts.manager)
+        self._accepted = True
+        await self._began(resumed_from=step)
         if step:
             await self.parts.channel.publish(step)
         if metrics:
@@ -174,9 +172,21 @@ class RLTrainer(abc.ABC):
             await self._checkpointer.make_up_export(step)
         return step
 
+    async def _began(self, resumed_from: int | None) -> None:
+        self._write("config.json", self.config.describe())
+        # Before the first draw: what a later resume is compared with.
+        await asyncio.to_thread(remember_prompts, self.run_dir, self.parts.prompts)
+        self._observers.notice(
+            RunBegan(
+                run_name=self.run_dir.name,
+                model=self.config.model,
+                total_steps=self.config.total_steps,
+                resumed_from=resumed_from,
+            )
+        )
+
     def _open_run_dir(self) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._write("config.json", self.config.describe())
         self._observers.add("summary", self._summary)
         try:
             self._observers.add(EVENTS_FILE, EventFile(self.run_dir / EVENTS_FILE))
@@ -191,7 +201,8 @@ class RLTrainer(abc.ABC):
     def _end(self, error: str | None) -> None:
         self.summary.error = error
         summary = self._summary.plain()
-        self._write("summary.json", summary)
+        if self._accepted:
+            self._write("summary.json", summary)
         steps, interrupted = self.summary.steps, self.summary.interrupted
         self._observers.notice(RunEnded(steps=steps, interrupted=interrupted, error=error, summary=summary))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ class RunCheckpointer:
             accepted=lambda: self._store.abandon_after(step),
         )
         manager.resume(step, restored)
+        await asyncio.to_thread(self._remove_exports_after, step)
         restore_rng(checkpoint.tensors("rng"), state["rng"])
         self._summary.restart(state["summary"], step)
         returned = {found.value: n for found, n in restored.returned.items()}
@@ -105,6 +107,13 @@ class RunCheckpointer:
         """The one that was due at a step whose checkpoint was written, and for which the process did not live."""
         if not (self._hf_dir / f"step-{train_step}").exists():
             await self.export(train_step)
+
+    def _remove_exports_after(self, step: int) -> None:
+        """Of a lineage that was left: `make_up_export` would take one for its own."""
+        for directory in self._hf_dir.glob("step-*"):
+            number = directory.name.removeprefix("step-")
+            if number.isdecimal() and int(number) > step:
+                shutil.rmtree(directory, ignore_errors=True)
 
     async def _export(self, directory: Path, train_step: int) -> None:
         with Stages(self._observer, train_step=train_step)("export"):

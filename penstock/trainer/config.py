@@ -112,6 +112,10 @@ class RLTrainerConfig(Config):
                     "least 2 (recipes use 8)"
                 )
 
+    def describe(self) -> dict[str, Any]:
+        """Without `tasks`, which is another word for `manager.tasks`."""
+        return {name: value for name, value in super().describe().items() if name != "tasks"}
+
     def threads(self) -> tuple[int | None, int | None]:
         """CPU threads of the trainer and of each engine; None leaves it to torch."""
         return self.cpu_threads, self.cpu_threads

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from penstock.config import Config, describe
+from penstock.trainer.config_formats import in_one_shape
+
 ABSENT = "(absent)"
 """The value of a field that one of the two does not have."""
 
@@ -82,8 +85,8 @@ HARMLESS: dict[str, Harmless] = {
 
 
 def config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Between two `Config.describe()`, one of which may come from a file."""
-    return list(_differences(_plain(saved), _plain(now), ""))
+    """Between two `Config.describe()`, one of which may come from a file, and from an earlier version."""
+    return list(_differences(*in_one_shape(_plain(saved), _plain(now)), ""))
 
 
 def refused_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
@@ -110,6 +113,9 @@ def why_harmless(difference: Difference, saved: Mapping[str, Any], now: Mapping[
 def _differences(old: Any, new: Any, path: str) -> Iterator[Difference]:
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*old, *(key for key in new if key not in old)]:
+            if (key in old) != (key in new) and _is_default(old, new, key):
+                # A field that one of the two versions does not have yet.
+                continue
             yield from _differences(old.get(key, ABSENT), new.get(key, ABSENT), f"{path}.{key}" if path else key)
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for index, (before, after) in enumerate(zip(old, new, strict=True)):
@@ -117,6 +123,26 @@ def _differences(old: Any, new: Any, path: str) -> Iterator[Difference]:
     elif json.dumps(old) != json.dumps(new):
         # As text: NaN is itself, and True is not 1.
         yield Difference(path, old, new)
+
+
+def _is_default(old: dict[str, Any], new: dict[str, Any], key: str) -> bool:
+    """Whether the one that has the field has the value that the other would have had without saying so."""
+    described, name = (new if key in new else old), new.get("class")
+    if name is None or old.get("class") != name:
+        return False
+    for found in _config_classes(Config):
+        field = found.model_fields.get(key)
+        if found.__name__ == name and field is not None and not field.is_required():
+            default = _plain({key: describe(field.get_default(call_default_factory=True, validated_data={}))})
+            if not list(_differences(default, {key: described[key]}, "")):
+                return True
+    return False
+
+
+def _config_classes(base: type[Config]) -> Iterator[type[Config]]:
+    for found in base.__subclasses__():
+        yield found
+        yield from _config_classes(found)
 
 
 def _plain(config: Mapping[str, Any]) -> Any:

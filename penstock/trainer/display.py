@@ -10,10 +10,12 @@ A metric that a run does not report is not shown. A display is a sink of the run
 from __future__ import annotations
 
 import abc
+import atexit
 import io
 import itertools
 import math
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO, cast
@@ -51,6 +53,9 @@ SHOWN_STAGES = {name for name, _ in STAGES.values()} | {"load", "evaluate", "exp
 """Those within another are too short to read."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 64
+MAX_WAITING = 4096
+"""Texts kept for a reader that has stopped."""
+DRAIN_TIMEOUT_S = 5.0
 
 
 class Display(abc.ABC):
@@ -126,14 +131,22 @@ class Display(abc.ABC):
 def make_display(terminal: bool) -> Display:
     # None when the process was started without one.
     out = Output(sys.stdout if sys.stdout is not None else io.StringIO())
+    # A process that ends before its display is closed, such as one that refuses, has shown why first.
+    atexit.register(out.drain)
     return LiveDisplay(Console(file=cast(TextIO, out))) if terminal else PlainDisplay(cast(TextIO, out))
 
 
 class Output:
-    """A stream that may break. What cannot be written is dropped; `error` says why, from then on."""
+    """A stream that may hang or break. A thread writes to it, so that nobody waits for who reads it.
+
+    What finds no place because nobody reads is dropped, and so is all that follows an error; `error` says which.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._waiting: list[str] = []
+        self._writing = False
+        self._changed = threading.Condition()
         self.error: Exception | None = None
 
     @property
@@ -141,23 +154,43 @@ class Output:
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
-        if self.error is None:
-            try:
-                # A terminal without these letters shows others in their place.
-                self._stream.write(text.encode(self.encoding, "replace").decode(self.encoding))
-            except (OSError, ValueError) as error:
-                self.error = error
+        with self._changed:
+            if self.error is None and len(self._waiting) < MAX_WAITING:
+                self._waiting.append(text)
+                if not self._writing:
+                    self._writing = True
+                    threading.Thread(target=self._write_out, name="display", daemon=True).start()
         return len(text)
 
     def flush(self) -> None:
-        if self.error is None:
-            try:
-                self._stream.flush()
-            except (OSError, ValueError) as error:
-                self.error = error
+        """What was written is on its way already."""
 
     def isatty(self) -> bool:
         return self.error is None and self._stream.isatty()
+
+    def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> None:
+        """Until all is written; not longer than the timeout, for somebody may have stopped reading."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._writing, timeout_s)
+
+    def _write_out(self) -> None:
+        """A thread's life: as long as something waits."""
+        while True:
+            with self._changed:
+                text = "".join(self._waiting)
+                self._waiting.clear()
+                if not text:
+                    self._writing = False
+                    self._changed.notify_all()
+                    return
+            try:
+                # A terminal without these letters shows others in their place.
+                self._stream.write(text.encode(self.encoding, "replace").decode(self.encoding))
+                self._stream.flush()
+            except (OSError, ValueError) as error:
+                with self._changed:
+                    self.error = error
+                    self._waiting.clear()
 
 
 class PlainDisplay(Display):
@@ -194,16 +227,22 @@ class PlainDisplay(Display):
             self._line(f"  {name}  {value}")
 
     def close(self) -> None:
-        pass
+        _drain(self._out)
 
     def _line(self, text: str) -> None:
-        print(text, file=self._out, flush=True)
+        self._out.write(text + "\n")
+        self._out.flush()
 
 
 def _require_readable(out: Any) -> None:
     error = getattr(out, "error", None)
     if error is not None:
         raise error
+
+
+def _drain(out: Any) -> None:
+    if isinstance(out, Output):
+        out.drain()
 
 
 class LiveDisplay(Display):
@@ -252,13 +291,17 @@ class LiveDisplay(Display):
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._stage = ""
-        self.close()
+        self._stop_live()
         table = Table.grid(padding=(0, 2))
         for name, value in summary_rows(summary):
             table.add_row(Text(f"  {name}", style="dim"), Text(value, overflow="fold"))
         self._console.print(table)
 
     def close(self) -> None:
+        self._stop_live()
+        _drain(self._console.file)
+
+    def _stop_live(self) -> None:
         if self._live is not None:
             self._tasks = {}
             # Before the run has begun there is only the name of a stage, which need not stay.

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.events import AnyEvent, Event, Observer, TaskProgress, Warned
+from penstock.rollout import storable
 
 EVENTS_FILE = "events.jsonl"
 MAX_EARLY = 1000
@@ -60,14 +61,17 @@ class Observers:
                 self._tell(name, sink, event)
 
     def close(self) -> None:
-        """All sinks, whatever one of them raises."""
-        with self._lock:
-            for name, sink in list(self._sinks.items()):
-                del self._sinks[name]
-                try:
-                    sink.close()
-                except Exception as error:
-                    self._say_dropped(name, error)
+        """All sinks, whatever one of them raises. One may take minutes; meanwhile the others are told what happens."""
+        while True:
+            with self._lock:
+                if not self._sinks:
+                    return
+                name = next(iter(self._sinks))
+                sink = self._sinks.pop(name)
+            try:
+                sink.close()
+            except Exception as error:
+                self._say_dropped(name, error)
 
     def _tell(self, name: str, sink: Sink, event: Event) -> None:
         if self._sinks.get(name) is not sink:
@@ -141,7 +145,11 @@ class EventFile:
             "at": round(time.monotonic() - self._began, 3),
             **msgspec.to_builtins(event),
         }
-        self._file.write(self._separator + msgspec.json.encode(line) + b"\n")
+        try:
+            encoded = msgspec.json.encode(line)
+        except UnicodeEncodeError:
+            encoded = msgspec.json.encode({key: storable(v) if isinstance(v, str) else v for key, v in line.items()})
+        self._file.write(self._separator + encoded + b"\n")
         self._separator = b""
 
     def close(self) -> None:

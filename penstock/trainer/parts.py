@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.data import PromptSet, check_same_prompts
 from penstock.engine.controller import RolloutController
-from penstock.errors import StorageError
+from penstock.errors import RefusedError, StorageError
 from penstock.events import Note, StageBegan
 from penstock.judger import JudgerSet, check_judgers
 from penstock.learn.worker import TorchTrainWorker
@@ -245,6 +245,8 @@ def _close_now(part: Closable) -> None:
 
 def evaluate_once(config: RLTrainerConfig, observers: Observers, out_dir: Path | None) -> dict[str, float]:
     """The evaluator alone, on the weights that `config.model` names. See `RLTrainerConfig.evaluate`."""
+    if out_dir is not None:
+        _require_writable(out_dir)
     opened = _Opened(config, observers)
     engine = opened.engine()
     evaluator = opened.evaluator(engine)
@@ -265,6 +267,17 @@ def evaluate_once(config: RLTrainerConfig, observers: Observers, out_dir: Path |
 
 
 ANSWERS_FILE, RESULT_FILE = "answers.jsonl", "result.json"
+
+
+def _require_writable(directory: Path) -> None:
+    """Now, not when the figures of an hour are there. Raises RefusedError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / RESULT_FILE
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise RefusedError(f"{directory} cannot be written to: {error}; name another directory") from error
 
 
 def _write_result(path: Path, model: str, metrics: dict[str, float]) -> None:

@@ -144,20 +144,20 @@ class _TimedJudgers(JudgerSet):
 
 class _TimedJudger(Judger):
     def __init__(self, judger: Judger, profile: Profile) -> None:
-        self._judger = judger
+        self.watched: Judger = judger
         self._profile = profile
         self.relative = judger.relative
 
     async def judge(self, rollout: RolloutState) -> Verdict | Unjudged:
         with self._profile.rollout("judge", task=rollout.task_name, rollout_id=rollout.rollout_id):
-            return await self._judger.judge(rollout)
+            return await self.watched.judge(rollout)
 
     async def judge_group(self, group: Group) -> list[Verdict | Unjudged]:
         with self._profile.rollout("judge", task=group[0].task_name, rollout_id=group[0].group_id):
-            return await self._judger.judge_group(group)
+            return await self.watched.judge_group(group)
 
     async def metrics(self) -> dict[str, float]:
-        return await self._judger.metrics()
+        return await self.watched.metrics()
 
     async def close(self) -> None:
-        await self._judger.close()
+        await self.watched.close()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
 from penstock.events import Observer, Warned
 from penstock.learn.batch import TrainBatch, prepare_batch
@@ -60,7 +57,7 @@ class TrainStep:
         with stages("train"):
             outcome = await self._worker.train(batch)
         self._logprobs = outcome.logprobs
-        metrics = batch.metrics | reward_metrics(result.groups) | result.metrics()
+        metrics = batch.metrics | result.metrics()
         self._warn_if_idle(train_step, metrics)
         return metrics | {f"train/{name}": value for name, value in outcome.metrics.items()}
 
@@ -93,14 +90,3 @@ class TrainStep:
                     source="train",
                 )
             )
-
-
-def reward_metrics(groups: Sequence[Group]) -> Metrics:
-    """The mean reward of each task, and of each part that judges name."""
-    rewards: dict[str, list[float]] = defaultdict(list)
-    for rollout in (rollout for group in groups for rollout in group):
-        if rollout.reward is not None:
-            rewards[f"reward/task/{rollout.task_name}"].append(rollout.reward.score)
-            for part, value in rollout.reward.parts.items():
-                rewards[f"reward/part/{part}"].append(value)
-    return {name: float(np.mean(values)) for name, values in rewards.items()}

@@ -39,10 +39,13 @@ class SummarySink:
         self.summary = Summary()
         self.last_metrics: dict[str, float] = {}
         """Of the last step."""
+        self._counted = 0
+        """The last step whose seconds are in. A step that is resumed from is told again."""
         self._since = time.perf_counter()
 
     def restart(self, saved: dict[str, Any], step: int) -> None:
         """`saved` is what `plain` gave when the checkpoint of `step` was written."""
+        self._counted = saved["steps"]
         self.summary = msgspec.convert({**saved, "steps": step, "error": None, "interrupted": False}, Summary)
 
     def plain(self) -> dict[str, Any]:
@@ -57,7 +60,9 @@ class SummarySink:
         summary = self.summary
         if isinstance(event, StepTrained):
             summary.steps, self.last_metrics = event.train_step, event.metrics
-            summary.train_seconds += event.metrics.get("time/step_s", 0.0)
+            if event.train_step > self._counted:
+                self._counted = event.train_step
+                summary.train_seconds += event.metrics.get("time/step_s", 0.0)
             summary.reward_last = event.metrics.get("reward/mean", summary.reward_last)
             if summary.reward_first is None:
                 summary.reward_first = summary.reward_last

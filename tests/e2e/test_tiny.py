@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from penstock.cli import load_config
-from penstock.errors import StepRefused
+from penstock.errors import CheckpointError, StepRefused
 from penstock.events import Warned
 from penstock.trainer.observers import read_events
 
@@ -88,6 +88,19 @@ def test_two_runs_with_one_seed_give_identical_weights_and_metrics(tmp_path, rea
         for lines in (read_lines(run / "metrics.jsonl") for run in runs)
     ]
     assert timeless[0] == timeless[1]
+
+
+def test_a_resume_that_is_refused_late_leaves_the_files_of_the_run_as_they_are(tmp_path):
+    run_dir = tmp_path / "run"
+    load_config("tiny", ["total_steps=2", "evaluator=null"]).build(run_dir=run_dir).fit()
+    resumed = load_config("tiny", ["total_steps=3", "evaluator=null"]).build(run_dir=run_dir, resume="newest")
+    for weights in (run_dir / "checkpoints").glob("*2/*.safetensors"):
+        weights.write_bytes(b"damaged after it was looked at")
+    kept = ["summary.json", "config.json", "metrics.jsonl"]
+    before = {name: (run_dir / name).read_bytes() for name in kept}
+    with pytest.raises(CheckpointError):
+        resumed.fit()
+    assert {name: (run_dir / name).read_bytes() for name in kept} == before
 
 
 @pytest.mark.long_tier

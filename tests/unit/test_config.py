@@ -1,6 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import json
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +97,42 @@ def test_a_description_is_plain_data_that_names_classes_and_functions() -> None:
     assert described["bell"] == "penstock.config.import_name"
     assert described["params"]["max_tokens"] == 256
     assert Bicycle(bell=Path("/a")).describe()["bell"] == "/a"
+
+
+class Bell:
+    def __init__(self, tone: str) -> None:
+        self.tone = tone
+        self.lock = threading.Lock()
+
+    def __call__(self) -> str:
+        return self.tone
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: functools.partial(import_name, "a.b", strict={"y", "x"}),
+        lambda: Bell("high"),
+        lambda: {"cc", "a", "bb", "d"},
+        lambda: object(),
+        lambda: [threading.Lock(), functools.partial(Bell("low"))],
+    ],
+)
+def test_a_description_is_the_same_in_every_process(make: Callable[[], Any]) -> None:
+    before, now = make(), make()
+    described = json.dumps(Bicycle(bell=before).describe())
+    assert described == json.dumps(Bicycle(bell=now).describe())
+    assert "0x" not in described
+
+
+def test_a_description_tells_what_a_partial_and_a_callable_object_were_given() -> None:
+    described = Bicycle(bell=functools.partial(import_name, "a.b", strict={"y", "x"})).describe()["bell"]
+    assert described == {
+        "class": "partial(penstock.config.import_name)",
+        "args": ["a.b"],
+        "keywords": {"strict": ["x", "y"]},
+    }
+    assert Bicycle(bell=Bell("high")).describe()["bell"] == {"class": f"{__name__}.Bell", "tone": "high"}
 
 
 def test_a_name_that_cannot_be_imported_is_refused() -> None:

@@ -47,3 +47,16 @@ def test_the_configuration_in_the_readme_is_a_configuration(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     load_config("readme_run.py").check()
+
+
+def test_the_refusal_in_the_readme_is_what_is_printed(tmp_path, monkeypatch, capsys):
+    from penstock.cli import main
+
+    readme = (ROOT / "README.md").read_text()
+    code = re.search(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert code is not None
+    (tmp_path / "my_run.py").write_text(code.group(1).replace("prompt_repeat_k=8", "prompt_repeat_kk=8"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["train", "my_run.py"]) == 2
+    assert f"```\n{capsys.readouterr().err}```\n" in readme

@@ -149,3 +149,10 @@ def test_a_misspelt_sampling_parameter_is_refused_with_the_nearest() -> None:
     with pytest.raises(TypeError, match=r"SampleParams\.xyz is not a field\. Known: temperature, top_p"):
         SampleParams(xyz=8)  # type: ignore[call-arg]
     assert SampleParams(max_tokens=8).max_tokens == 8
+
+
+def test_the_words_of_a_failure_can_always_be_stored() -> None:
+    failure = Failure("agent_loop_error", "no such file: b\udcff.txt", detail="é \udcff")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(failure), type=Failure) == failure
+    assert failure.message == "no such file: b\\udcff.txt"
+    assert failure.detail == "é \\udcff"

@@ -28,6 +28,7 @@ from penstock.learn.batch import TrainAnswer, TrainBatch, prepare_batch
 from penstock.learn.config import LossConfig, TrainWorkerConfig
 from penstock.learn.load import can_share_prompts, check_head
 from penstock.learn.losses import LossTerms, LossTokens
+from penstock.learn.save import save_hf
 from penstock.learn.worker import TorchTrainWorker
 from penstock.rollout import FloatArray, Group, Tokens
 from penstock.trainer.checkpoints import CheckpointStore
@@ -342,6 +343,29 @@ def test_a_saved_model_appears_whole_replaces_the_old_and_keeps_the_tokenizer(
     assert _same(load_file(target / "model.safetensors"), _weights(worker))
     assert (target / "tokenizer_config.json").read_text() == "{}"
     assert [path.name for path in target.parent.iterdir()] == ["step-1"]
+
+
+class Killed(BaseException):
+    pass
+
+
+class KilledWhileSaving:
+    """A model whose process is killed when half of it is written."""
+
+    def save_pretrained(self, directory: Path) -> None:
+        (directory / "config.json").touch()
+        raise Killed
+
+
+def test_killed_between_the_renames_and_killed_again_the_old_export_is_whole(model_dir: Path, tmp_path: Path) -> None:
+    target, hidden = tmp_path / "final", [tmp_path / ".final.replaced", tmp_path / ".final.unfinished"]
+    asyncio.run(_worker(model_dir).save_hf(target))
+    kept = (target / "model.safetensors").read_bytes()
+    target.rename(hidden[0])
+    hidden[1].mkdir()
+    with pytest.raises(Killed):
+        save_hf(KilledWhileSaving(), model_dir, target)
+    assert (target / "model.safetensors").read_bytes() == kept
 
 
 def test_a_place_that_cannot_be_written_is_a_storage_error(model_dir: Path, tmp_path: Path) -> None:

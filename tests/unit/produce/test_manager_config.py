@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from penstock.agent_loop import SingleTurnAgentLoopConfig
+from penstock.agent_loop import AgentLoop, AgentLoopConfig, SingleTurnAgentLoopConfig
 from penstock.data import AdditionConfig, SamplerConfig
 from penstock.errors import ConfigError
 from penstock.judger import JudgerConfig, JudgerSet
-from penstock.ports import Judger, Local, Placement
+from penstock.ports import FinishedTurn, Judger, Local, Placement
 from penstock.produce import (
     AgentLoopManagerConfig,
     AsyncProduceStrategyConfig,
@@ -100,6 +100,43 @@ def test_a_configured_manager_produces() -> None:
     manager = config.build(world)
     result = run_virtual(manager.produce_batch(4, 1, model_step=0))
     assert {name: task.groups for name, task in result.tasks.items()} == {"a": 1, "b": 3}
+
+
+class TwoTurns(AgentLoop):
+    async def generate_sample(self, rollout: RolloutState) -> None:
+        await self.generate(rollout)
+        await self.generate(rollout)
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.turns: list[FinishedTurn] = []
+
+    async def append(self, turn: FinishedTurn, *, durable: bool = False) -> None:
+        self.turns.append(turn)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kept"),
+    [
+        (SyncProduceStrategyConfig(), False),
+        (AsyncProduceStrategyConfig(), False),
+        (AsyncProduceStrategyConfig(enable_partial_rollout=True), True),
+    ],
+)
+def test_finished_turns_are_kept_where_a_rollout_goes_on_from_them(strategy: ProduceStrategyConfig, kept: bool) -> None:
+    task = spec(produce_strategy_config=strategy).replace("agent_loop_config", AgentLoopConfig(loop=TwoTurns))
+    config, tokenizer, log = AgentLoopManagerConfig(tasks=task), CharTokenizer(), Kept()
+    world = World(
+        engine=ScriptedEngine(),
+        tokenizer=tokenizer,
+        judgers=JudgerSet(),
+        buffer=ReplayBuffer(),
+        prompts=load_prompts(config.task_list, tokenizer, context=2048),
+        turn_log=log,
+    )
+    run_virtual(config.build(world).produce_batch(1, 1, model_step=0))
+    assert bool(log.turns) is kept
 
 
 def too_few() -> bool:

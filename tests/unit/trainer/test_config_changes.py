@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.agent_loop import SingleTurnAgentLoopConfig
+from penstock.config import import_name
 from penstock.data import AdditionConfig, SamplerConfig
 from penstock.judger import NativeJudgerConfig, final_number
 from penstock.learn import TrainWorkerConfig
@@ -159,3 +161,31 @@ def test_there_are_differences_exactly_when_the_files_would_differ(old: dict[str
     assert {found.path for found in config_differences(old, new)} == {
         found.path for found in config_differences(new, old)
     }
+
+
+FIRST_FORMAT = Path(__file__).parent / "data"
+
+
+@pytest.mark.parametrize("recipe", ["tiny", "tiny_async"])
+def test_a_run_that_the_first_format_described_can_be_resumed(recipe: str) -> None:
+    saved = json.loads((FIRST_FORMAT / f"config_of_first_format_{recipe}.json").read_text())
+    now = import_name(f"penstock.recipes.{recipe}.trainer")
+    assert refused_differences(saved, now.describe()) == []
+    changed = now.replace("train.lr", 0.5).replace("engines.engine.dtype", "bfloat16")
+    refused = {difference.path for difference in refused_differences(saved, changed.describe())}
+    assert refused == {"train.lr", "engines.engine.dtype"}
+    of_training = EvaluatorConfig(tasks=[task.spec() for task in now.evaluator.tasks], greedy=now.evaluator.greedy)
+    assert refused_differences(saved, now.replace("evaluator", of_training).describe()) == []
+
+
+def test_a_field_that_a_description_lacks_differs_unless_it_has_its_default() -> None:
+    now = RUN.describe()
+    saved = {name: value for name, value in now.items() if name != "seed"}
+    assert config_differences(saved, now) == []
+    assert refused_differences(saved, RUN.replace("seed", 1).describe()) == [Difference("seed", ABSENT, 1)]
+
+
+def test_tasks_for_short_are_described_as_the_tasks_of_the_manager() -> None:
+    fields = {name: getattr(RUN, name) for name in RUN.model_fields_set if name != "manager"}
+    short = RLDisaggregatedTrainerConfig(**fields, tasks=RUN.manager.tasks)
+    assert short.describe() == RUN.describe() and "tasks" not in short.describe()

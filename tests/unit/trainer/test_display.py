@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import math
+import threading
 from typing import TextIO, cast
 
 import pytest
@@ -23,6 +24,7 @@ from penstock.events import (
     Warned,
 )
 from penstock.trainer.display import (
+    MAX_WAITING,
     Display,
     LiveDisplay,
     Output,
@@ -158,8 +160,11 @@ class Hung(io.StringIO):
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_terminal_that_is_gone_is_said_by_notice_and_nothing_else_raises(terminal: bool) -> None:
-    out = cast(TextIO, Output(Hung()))
+    output = Output(Hung())
+    out = cast(TextIO, output)
     display = LiveDisplay(Console(file=out, force_terminal=True)) if terminal else PlainDisplay(out)
+    display.note("hello")
+    output.drain()
     with pytest.raises(OSError, match="Input/output error"):
         display.notice(Note(text="hello"))
     display.close()
@@ -167,8 +172,11 @@ def test_a_terminal_that_is_gone_is_said_by_notice_and_nothing_else_raises(termi
 
 def test_a_closed_output_is_said_like_a_broken_one() -> None:
     stream = io.StringIO()
-    display = PlainDisplay(cast(TextIO, Output(stream)))
+    output = Output(stream)
+    display = PlainDisplay(cast(TextIO, output))
     stream.close()
+    display.note("hello")
+    output.drain()
     with pytest.raises(ValueError, match="closed"):
         display.notice(Note(text="hello"))
 
@@ -185,7 +193,36 @@ def test_letters_that_a_terminal_does_not_have_are_replaced(terminal: bool) -> N
     display = LiveDisplay(Console(file=out, force_terminal=True, width=120)) if terminal else PlainDisplay(out)
     display.notice(Note(text="größer"))
     run(display, METRICS)
+    display.close()
     assert b"gr??er" in raw.getvalue()
+
+
+class Unread(io.StringIO):
+    """A terminal whose user pressed Ctrl-S."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.reads.wait()
+        return super().write(text)
+
+
+def test_nobody_waits_for_a_reader_that_has_stopped_and_what_waits_keeps_its_order() -> None:
+    stream = Unread()
+    output = Output(stream)
+    display = PlainDisplay(cast(TextIO, output))
+    written = 2 * MAX_WAITING
+    for number in range(written):
+        display.notice(Note(text=str(number)))
+    output.drain(timeout_s=0.01)
+    assert stream.getvalue() == ""
+    stream.reads.set()
+    display.close()
+    lines = [int(line) for line in stream.getvalue().splitlines()]
+    assert lines == list(range(len(lines)))
+    assert MAX_WAITING <= len(lines) < written
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=200), st.integers(1, 64))

@@ -149,3 +149,13 @@ def test_an_event_file_on_a_full_disk_is_dropped_and_the_run_is_still_shown(tmp_
     observers.close()
     assert notes(shown) == ["hello"]
     assert "No space left" in next(event.text for event in shown.events if isinstance(event, Warned))
+
+
+def test_a_text_that_is_no_unicode_is_kept_with_escapes(tmp_path: Path) -> None:
+    file = EventFile(tmp_path / "events.jsonl")
+    file.notice(Warned(text="no such file: b\udcff.txt", source="é"))
+    file.notice(Note(text="next"))
+    file.close()
+    first, second = (kept.event for kept in read_events(tmp_path / "events.jsonl"))
+    assert first == Warned(text="no such file: b\\udcff.txt", source="é")
+    assert second == Note(text="next")

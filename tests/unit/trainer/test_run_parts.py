@@ -9,16 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import CheckpointError
+from penstock.cli import load_config
+from penstock.errors import CheckpointError, RefusedError
 from penstock.events import EvaluationDone, Event, Exported, Note, StepTrained
 from penstock.judger import JudgerSet
 from penstock.ports import EngineStats
+from penstock.produce import AgentLoopManager
 from penstock.replay import ReplayBuffer
 from penstock.testing import ScriptedEngine, run_virtual
 from penstock.trainer.checkpointing import RunCheckpointer
 from penstock.trainer.checkpoints import Checkpoint, CheckpointStore
 from penstock.trainer.gauges import Gauges
 from penstock.trainer.resume import Beginning, require_unchanged
+from penstock.trainer.rng import rng_state
 from penstock.trainer.signals import Stop, stopped_by_signals
 from penstock.trainer.summary import SummarySink
 
@@ -58,6 +61,19 @@ def test_a_summary_goes_on_from_that_of_the_checkpoint() -> None:
     after.restart(before.plain(), 4)
     assert after.summary.steps == 4 and after.summary.reward_first == 0.5 and after.summary.train_seconds == 2.0
     assert after.summary.error is None and not after.summary.interrupted
+
+
+@pytest.mark.parametrize("saved_after", [True, False])
+def test_the_seconds_of_a_step_that_is_told_again_after_a_resume_count_once(saved_after: bool) -> None:
+    """A checkpoint at an orderly end is written after its step was told, one of the schedule before."""
+    before, second = SummarySink(), StepTrained(train_step=2, metrics={"time/step_s": 3.0})
+    before.notice(StepTrained(train_step=1, metrics={"time/step_s": 2.0}))
+    if saved_after:
+        before.notice(second)
+    after = SummarySink()
+    after.restart(before.plain(), 2)
+    after.notice(second)
+    assert after.summary.train_seconds == 5.0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -146,10 +162,13 @@ class Recorded(ReplayBuffer):
 
 
 class Exporter:
-    """A worker that only exports."""
+    """A worker that only exports; what it loads is all the same to it."""
 
     async def save_hf(self, directory: Path) -> None:
         await asyncio.to_thread(directory.mkdir, parents=True)
+
+    async def load(self, directory: Path) -> None:
+        pass
 
 
 def test_an_export_that_a_killed_process_still_owed_is_made_up_once(tmp_path: Path) -> None:
@@ -168,3 +187,33 @@ def test_an_export_that_a_killed_process_still_owed_is_made_up_once(tmp_path: Pa
     asyncio.run(checkpointer.make_up_export(4))
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["step-4"]
     assert [event.train_step for event in told.events if isinstance(event, Exported)] == [4]
+
+
+def test_an_export_of_a_lineage_that_was_left_is_not_taken_for_one_of_the_run(tmp_path: Path) -> None:
+    for name in ("step-2", "step-4", "step-6", "step-best", "final"):
+        (tmp_path / "hf" / name).mkdir(parents=True)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    worker, buffer, summary = Exporter(), ReplayBuffer(), SummarySink()
+    checkpointer = RunCheckpointer(
+        store,
+        worker,  # type: ignore[arg-type]
+        buffer,
+        summary,
+        Told(),
+        run_dir=tmp_path,
+        model_dir=tmp_path,
+        config={},
+    )
+    rng_tensors, rng = rng_state()
+    state = {"ledger_position": buffer.position, "rng": rng, "summary": summary.plain(), "metrics": {}}
+    asyncio.run(store.save(4, tensors={"rng": rng_tensors}, state=state, config={}))
+    manager = AgentLoopManager([], engine=None, buffer=buffer)
+    asyncio.run(checkpointer.restore(store.newest(), manager))
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["final", "step-2", "step-4", "step-best"]
+
+
+def test_an_evaluation_that_could_not_be_written_is_refused_before_the_model_is_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = load_config("tiny").replace("model", "no-such-model")
+    with pytest.raises(RefusedError, match="cannot be written to"):
+        config.evaluate(out_dir=tmp_path / "file" / "out")

@@ -17,7 +17,7 @@ from penstock.replay import ReplayBuffer
 from penstock.rollout import NO_TOKENS, FloatArray, Group, Status, Verdict, new_rollout, pack_ids
 from penstock.testing import CharTokenizer
 from penstock.trainer.loops import Stages
-from penstock.trainer.step import BatchSettings, TrainStep, reward_metrics
+from penstock.trainer.step import BatchSettings, TrainStep
 from penstock.trainer.trajectories import Trajectories, read_trajectories, step_path
 
 
@@ -110,13 +110,3 @@ def test_three_steps_without_anything_to_learn_from_are_said_once(tmp_path: Path
         learn(step, [group(train_step, (1.0, 1.0))], train_step)
     [warning] = [event for event in told.events if isinstance(event, Warned)]
     assert "train steps 1 to 3 had nothing to learn from" in warning.text
-
-
-def test_rewards_are_told_per_task_and_per_part() -> None:
-    metrics = reward_metrics([group(0, (0.0, 1.0)), group(0, (1.0, 1.0), task="words")])
-    assert metrics == {
-        "reward/task/sums": 0.5,
-        "reward/task/words": 1.0,
-        "reward/part/right": 0.75,
-        "reward/part/short": 0.5,
-    }
