@@ -10,12 +10,10 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import find, settings
+from hypothesis import strategies as st
 
-# How fast examples are made depends on what else the machine does.
-settings.register_profile(
-    "same", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+settings.register_profile("same", derandomize=True, database=None)
 settings.load_profile("same")
 
 
@@ -35,3 +33,12 @@ def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "penstock-models"
     directory.mkdir(exist_ok=True)
     return directory
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _first_values_are_drawn() -> None:
+    """In a fresh clone the first values take seconds: what Hypothesis keeps in `.hypothesis` is made for them.
+
+    Drawn before the first test, that is not taken for a slow strategy of whichever test draws first.
+    """
+    find(st.text() | st.integers() | st.floats(), lambda value: isinstance(value, str))
