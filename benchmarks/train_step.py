@@ -3,12 +3,14 @@
 step.vs_trl.fp32, step.vs_trl.bf16    a step from prompts to new weights in the engine: samples/s of ours over TRL's
 train.vs_trl.fp32, train.vs_trl.bf16  the same of forward, backward, clipping and optimiser alone
 step.rss_vs_trl                       peak memory of our process tree in fp32 steps over TRL's
+step.vs_trl.lora, train.vs_trl.lora   the same with a LoRA adapter of rank 16 on all linear layers (TRL: peft), fp32
+step.reference_cost                   a step of ours with a reference model (KL in the loss) over one without, fp32
 
 8 prompts x 8 answers of at most 32 tokens. Both are warm, take turns step by step, and compute the same logprobs of the
 same answers before anything is timed. A step of ours also writes the ledger, trajectories and metrics. In bf16 ours
 keeps weights and optimiser in float32; TRL is tried so and with everything in bfloat16, and the faster one compared.
 
-python benchmarks/train_step.py [--quick] [--rounds 5] [--dtype fp32] [--threads 2]
+python benchmarks/train_step.py [--quick] [--rounds 5] [--only fp32,bf16,lora,reference] [--threads 2]
 """
 
 from __future__ import annotations
@@ -37,7 +39,11 @@ TEXTS = (
 )
 
 
-def make_job(dtype: str, quick: bool, threads: int) -> dict[str, Any]:
+LORA = {"rank": 16, "alpha": 32}
+KL_COEF = 0.01
+
+
+def make_job(dtype: str, quick: bool, threads: int, **extra: Any) -> dict[str, Any]:
     model_dir = resolve_model("smollm2-135m")
     tokenizer = load_tokenizer(model_dir)
     prompts = list(itertools.islice(AdditionConfig(**DATASET).prompts(), ROWS))
@@ -55,6 +61,9 @@ def make_job(dtype: str, quick: bool, threads: int) -> dict[str, Any]:
         "dataset": DATASET,
         "rows": [{"prompt": list(prompt.messages), "ground_truth": prompt.ground_truth} for prompt in prompts],
         "score": [scored, [tokenizer.encode(text) for text in TEXTS]],
+        "lora": None,
+        "kl_coef": 0.0,
+        **extra,
     }
 
 
@@ -107,9 +116,27 @@ def compare(name: str, job: dict[str, Any], rounds: int) -> None:
     for figure, key in ((f"step.vs_trl.{name}", "step_s"), (f"train.vs_trl.{name}", "train_s")):
         ratios = [answers["trl"][key] / answers["ours"][key] for answers in steps]
         report(figure, statistics.median(ratios), ratios=[round(ratio, 3) for ratio in ratios], **detail)
-    if job["dtype"] == "float32":
+    if name == "fp32":
         detail_mb = {f"{who}_mb": round(found) for who, found in memory.items()}
         report("step.rss_vs_trl", memory["ours"] / memory["trl"], **detail_mb)
+
+
+def compare_reference(job: dict[str, Any], rounds: int) -> None:
+    """Ours with a reference model and without, step by step."""
+    with (
+        Contestant("penstock_step.py", {"name": "Penstock", **job}, python=our_python()) as without,
+        Contestant(
+            "penstock_step.py", {"name": "with a reference", **job, "kl_coef": KL_COEF}, python=our_python()
+        ) as with_it,
+    ):
+        both = {"without": without, "with": with_it}
+        for _ in take_turns(both, {"step": "warm"}, 1):
+            note("reference: both are warm")
+        steps = list(take_turns(both, {"step": "timed"}, rounds))
+    ratios = [answers["with"]["step_s"] / answers["without"]["step_s"] for answers in steps]
+    samples = job["groups"] * job["group_size"]
+    detail = {who: summary([answers[who] for answers in steps], samples) for who in both}
+    report("step.reference_cost", statistics.median(ratios), ratios=[round(ratio, 3) for ratio in ratios], **detail)
 
 
 def summary(answers: list[dict[str, Any]], samples: int) -> dict[str, Any]:
@@ -129,13 +156,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smoke run: 2 x 2 answers of 8 tokens, once")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="only this one")
+    parser.add_argument("--only", default="fp32,bf16,lora,reference", help="which comparisons")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     rounds = 1 if arguments.quick else arguments.rounds
-    for name, dtype in (("fp32", "float32"), ("bf16", "bfloat16")):
-        if arguments.dtype in (None, name):
-            compare(name, make_job(dtype, arguments.quick, arguments.threads), rounds)
+    chosen = arguments.only.split(",")
+    for name, dtype, extra in (
+        ("fp32", "float32", {}),
+        ("bf16", "bfloat16", {}),
+        ("lora", "float32", {"lora": LORA, "lr": 1e-5}),
+    ):
+        if name in chosen:
+            compare(name, make_job(dtype, arguments.quick, arguments.threads, **extra), rounds)
+    if "reference" in chosen:
+        compare_reference(make_job("float32", arguments.quick, arguments.threads), rounds)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ those that a configuration adds by name.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 _NAMES = """
     PATH HOME USER LOGNAME SHELL PWD LANG LANGUAGE TZ TERM TMPDIR TMP TEMP VIRTUAL_ENV CONDA_PREFIX SYSTEMROOT
@@ -25,6 +26,28 @@ _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIALS")
 def child_environment(extra: Sequence[str] = ()) -> dict[str, str]:
     """The environment for a child process, with the variables named in `extra` if they are set."""
     return {name: value for name, value in os.environ.items() if name in extra or _is_harmless(name)}
+
+
+def named_environment(names: Sequence[str]) -> dict[str, str]:
+    """Those of these variables that are set."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+@contextlib.contextmanager
+def environment_replaced(variables: Mapping[str, str]) -> Iterator[None]:
+    """For a library that reads the environment as it starts, and writes into it. Afterwards it is what it was."""
+    before = dict(os.environ)
+    try:
+        _become(variables)
+        yield
+    finally:
+        _become(before)
+
+
+def _become(variables: Mapping[str, str]) -> None:
+    for name in set(os.environ) - set(variables):
+        del os.environ[name]
+    os.environ.update(variables)
 
 
 def _is_harmless(name: str) -> bool:

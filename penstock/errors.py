@@ -19,6 +19,9 @@
         ├── EngineUnavailable     no engine is left, with the last failure of each
         ├── WeightSyncError       no engine confirmed the new weights
         ├── StepRefused           loss or gradient not finite; the weights are unchanged
+        │   └── RankLost            a train rank was lost in it; the ranks are back, as they were before it
+        ├── StateLost             the train ranks and the weights after the last checkpoint are lost
+        ├── RanksUnavailable      the train ranks do not start, or were lost too often
         ├── StorageError          a write failed; what was acknowledged before is still there
         └── IllegalTransition     a group was asked to do what its state forbids; carries its story
 
@@ -128,6 +131,18 @@ class WeightSyncError(RunError):
 
 
 class StepRefused(RunError):
+    pass
+
+
+class RankLost(StepRefused):
+    pass
+
+
+class StateLost(RunError):
+    pass
+
+
+class RanksUnavailable(RunError):
     pass
 
 

@@ -37,6 +37,8 @@ class RunEnded(Event, frozen=True, kw_only=True):
 
 class StageBegan(Event, frozen=True, kw_only=True):
     stage: str
+    detail: str = ""
+    """What is loaded, scanned, ...; for people."""
     train_step: int | None = None
     lane: str = "trainer"
 
@@ -91,6 +93,21 @@ class EngineChanged(Event, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class ActorLost(Event, frozen=True, kw_only=True):
+    """An actor or a train rank died, or does not answer and was killed. What it did is done again, elsewhere or when it
+    is back."""
+
+    actor: str
+    reason: str
+
+
+class ActorRecovered(Event, frozen=True, kw_only=True):
+    actor: str
+    seconds: float
+    """That it was missing."""
+    node: str = ""
+
+
 class EvaluationDone(Event, frozen=True, kw_only=True):
     model_step: int
     metrics: dict[str, float]
@@ -134,6 +151,8 @@ AnyEvent = (
     | StepGivenBack
     | WeightsPublished
     | EngineChanged
+    | ActorLost
+    | ActorRecovered
     | EvaluationDone
     | CheckpointWritten
     | Exported

@@ -2,6 +2,7 @@
 
     Tokenizer      text <-> token ids
     Engine         token ids in, token ids and logprobs out
+    Engines        several of them behind the port of one; they come and go
     Judger         a rollout in, a verdict or a reason why there is none
     AgentLoop      a group of prompts in, the group played and judged
     TrainWorker    a prepared batch in, changed weights
@@ -73,6 +74,17 @@ class Tokenizer(Protocol):
         """Chat messages as the model's template writes them, ready for the assistant's answer."""
         ...
 
+    def render_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        generation_prompt: bool = True,
+    ) -> str:
+        """The text of which `render` gives the ids, special tokens written out; or without its last part, which makes
+        it ready for the assistant's answer."""
+        ...
+
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One answer to make, or to go on with."""
@@ -89,6 +101,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     group_id: str = ""
     """Requests of one group share their prompt; an engine computes it once."""
     on_pause: OnPause = "abort"
+    judging: bool = False
+    """A judge's: finished rollouts wait for it. It goes before those that wait in line, to places kept for judges."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +136,22 @@ def check_completion(completion: Completion, request: GenerateRequest) -> None:
         return
     raise InfrastructureFailure(
         f"engine answered {request.request_id} with {problem}", reason=FailureReason.ENGINE_NONSENSE
+    )
+
+
+def joined(pieces: Sequence[Completion]) -> Completion:
+    """The answer that was streamed in these pieces."""
+    steps: list[tuple[int, int]] = []
+    for step, count in (run for piece in pieces for run in piece.steps):
+        if steps and steps[-1][0] == step:
+            steps[-1] = (step, steps[-1][1] + count)
+        else:
+            steps.append((step, count))
+    return Completion(
+        ids=b"".join(piece.ids for piece in pieces),
+        logprobs=b"".join(piece.logprobs for piece in pieces),
+        finish_reason=pieces[-1].finish_reason,
+        steps=tuple(steps),
     )
 
 
@@ -248,13 +278,44 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
+class EngineMember(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several engines, as the door to them sees it."""
+
+    name: str
+    state: str
+    """active, draining, fenced, recovering."""
+    requests: int = 0
+    """That it was given and has not answered."""
+    failure: str = ""
+    """What went wrong last."""
+
+
+class Engines(Engine, Protocol):
+    """All engines of a run behind the port of one. They may join and leave while the others serve."""
+
+    async def members(self) -> list[EngineMember]: ...
+
+    async def add_engine(self) -> str:
+        """Start one more; returns its name when it serves the published weights, like the others.
+
+        Raises InfrastructureFailure when it does not come within its deadline, and RunError where none can be added;
+        there is none more then.
+        """
+        ...
+
+    async def drain_engine(self, name: str) -> None:
+        """Take one away: it is given nothing more, its requests end elsewhere, and it is closed when this returns.
+
+        Raises RunError when there is none of that name, or no other that serves.
+        """
+        ...
+
+
 class Judger(abc.ABC):
     """Scores rollouts. Subclass it when a plain `reward_handler(response, label, extra_info)` is not enough."""
 
     relative = False
     """True when a score depends on the siblings; then `judge_group` is called instead of `judge`."""
-    watched: Judger | None = None
-    """The judger that this one only watches, if it does."""
 
     @abc.abstractmethod
     async def judge(self, rollout: RolloutState) -> Verdict | Unjudged:
@@ -313,6 +374,10 @@ class TrainWorker(Protocol[BatchT]):
         """The logprob of every token of the batch under the weights as they are; by rollout and segment."""
         ...
 
+    async def score_reference(self, batch: BatchT) -> dict[str, list[FloatArray]]:
+        """The same of the reference model. Raises RunError where there is none."""
+        ...
+
     async def save(self, directory: Path) -> None:
         """Write everything that `load` needs, weights and optimiser, as files into an existing directory."""
         ...
@@ -326,8 +391,8 @@ class TrainWorker(Protocol[BatchT]):
         ...
 
     @property
-    def weights(self) -> WeightSource:
-        """What a weight channel is bound to."""
+    def weights(self) -> Any:
+        """What a weight channel is bound to: a `WeightSource`, or weights that ranks write themselves."""
         ...
 
     async def close(self) -> None: ...
@@ -381,10 +446,16 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     """Plain data."""
     ports: tuple[str, ...] = ()
     """Which of the ports offered to `place` it takes, as keyword arguments."""
+    port: Literal["agent_loop", "judger", "engine", "engines", "tokenizer"]
+    """What it implements."""
     num_actors: int = 0
     """0 here, 1 in an actor, n behind a router over n."""
     num_cpus: float = 1.0
     memory: int = GiB
+    home: str = ""
+    """Objects of one home live in the same actors; an empty one is shared with nobody."""
+    environment: tuple[str, ...] = ()
+    """Variables that its actors get, by name, besides those that every program needs."""
 
 
 class Placement(Protocol):
@@ -393,16 +464,18 @@ class Placement(Protocol):
     def place(self, description: Description, ports: Mapping[str, Any]) -> Any: ...
 
 
-def actor_problems(num_actors: int) -> Iterator[str]:
-    """Why so many actors cannot be had, for `Config.problems`."""
-    if num_actors:
-        yield f"num_ray_actors is {num_actors}; without Ray it must be 0"
-
-
 class Local:
     """Everything in this process, with the live ports."""
 
+    def __init__(self, *, whatever_it_asks: bool = False) -> None:
+        """`whatever_it_asks`: also what is to live in actors; for trying it before there are any."""
+        self._whatever_it_asks = whatever_it_asks
+
     def place(self, description: Description, ports: Mapping[str, Any]) -> Any:
-        if found := list(actor_problems(description.num_actors)):
-            raise ConfigError([f"{description.name}: {problem}" for problem in found])
-        return description.build(**description.arguments, **{name: ports[name] for name in description.ports})
+        if description.num_actors and not self._whatever_it_asks:
+            raise ConfigError(f"{description.name}: num_ray_actors is {description.num_actors}; that needs Ray")
+        return build_here(description, ports)
+
+
+def build_here(description: Description, ports: Mapping[str, Any]) -> Any:
+    return description.build(**description.arguments, **{name: ports[name] for name in description.ports})

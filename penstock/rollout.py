@@ -89,11 +89,11 @@ class SampleParams(msgspec.Struct, metaclass=_NamesItsFields, frozen=True, kw_on
         wrong = [
             f"{name} is {value}; it must be {rule}"
             for name, value, fine, rule in (
-                ("temperature", self.temperature, self.temperature >= 0, "at least 0 (0 is greedy)"),
+                ("temperature", self.temperature, 0 <= self.temperature <= 100, "between 0 (greedy) and 100"),
                 ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
-                ("top_k", self.top_k, self.top_k >= 0, "at least 0 (0 is off)"),
+                ("top_k", self.top_k, 0 <= self.top_k <= 10**9, "between 0 (off) and 10^9"),
                 ("min_p", self.min_p, 0 <= self.min_p < 1, "at least 0 and below 1"),
-                ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
+                ("max_tokens", self.max_tokens, 1 <= self.max_tokens <= 10**9, "between 1 and 10^9"),
                 ("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"),
             )
             if not fine
@@ -126,6 +126,8 @@ class Unjudged(msgspec.Struct, frozen=True, gc=False):
 class FailureReason(enum.StrEnum):
     """Why an attempt failed, in a stable word for metrics and budgets; the message says it to people."""
 
+    ACTOR_DIED = "actor_died"
+    """The actor that played or judged it is gone, and so was the one that was asked next."""
     AGENT_LOOP_ERROR = "agent_loop_error"
     """The user's loop raised, or left a rollout unplayed."""
     BAD_FRAME = "bad_frame"
@@ -152,6 +154,8 @@ class FailureReason(enum.StrEnum):
     REQUEST_REFUSED = "request_refused"
     ROLLOUT_DEADLINE = "rollout_deadline"
     SAMPLING_PARAMS = "sampling_params"
+    TEMPLATE_REFUSED = "template_refused"
+    """The chat template cannot write the conversation."""
     TOKEN_OUTSIDE_VOCABULARY = "token_outside_vocabulary"
     TOOL_DEADLINE = "tool_deadline"
     UNJUDGED = "unjudged"
@@ -303,7 +307,7 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     """One recorded call of an agent loop: a generation or a tool's answer. A loop played again reads it back."""
 
     kind: str
-    """`generate` or `tool`."""
+    """`generate`, `tool` (its answer), or `message` (what else was said to the model)."""
     num_tokens: int
     finish_reason: FinishReason | None = None
     """None for a tool; ABORT marks the turn that was interrupted and continues."""
@@ -313,6 +317,10 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     """Which segment of the rollout its tokens belong to."""
     name: str = ""
     """Which tool."""
+    call: int = 0
+    """Which of the calls that were made at once, from 0."""
+    outcome: str = ""
+    """Why a tool's answer is none: `unknown_tool`, `bad_call`, `raised`, `timeout`. The text tells the model."""
 
 
 class RolloutState(msgspec.Struct, kw_only=True, gc=False):

@@ -19,7 +19,7 @@ from penstock.agent_loop import SingleTurnAgentLoopConfig  # noqa: E402
 from penstock.data import AdditionConfig, SamplerConfig  # noqa: E402
 from penstock.engine import EmbeddedEngineConfig, EnginesConfig  # noqa: E402
 from penstock.judger import rewards  # noqa: E402
-from penstock.learn import TrainWorkerConfig  # noqa: E402
+from penstock.learn import KLConfig, LoRAConfig, TrainWorkerConfig  # noqa: E402
 from penstock.learn.batch import TrainAnswer, TrainBatch, TrainGroup, TrainSegment  # noqa: E402
 from penstock.produce import AgentLoopManagerConfig, TaskSpecConfig  # noqa: E402
 from penstock.rollout import ROOT, SampleParams  # noqa: E402
@@ -75,7 +75,12 @@ def make_config() -> RLColocateTrainerConfig:
         engines=EnginesConfig(
             engine=EmbeddedEngineConfig(max_running=job["groups"] * job["group_size"], dtype=job["dtype"])
         ),
-        train=TrainWorkerConfig(lr=job["lr"], dtype=job["dtype"]),
+        train=TrainWorkerConfig(
+            lr=job["lr"],
+            dtype=job["dtype"],
+            lora=LoRAConfig(**job["lora"]) if job["lora"] else None,
+            kl=KLConfig(coef=job["kl_coef"]) if job["kl_coef"] else None,
+        ),
         manager=AgentLoopManagerConfig(tasks=[task]),
         total_steps=STEPS,
         train_batch_size=job["groups"],

@@ -40,6 +40,17 @@ def reward_with(judge: Any) -> Any:
     return reward
 
 
+def adapter(lora: dict[str, Any] | None) -> Any:
+    """Of the same size on the same layers; imported only where it is compared."""
+    if lora is None:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=lora["rank"], lora_alpha=lora["alpha"], target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.0
+    )
+
+
 class TimedTrainer(GRPOTrainer):
     """Also says how long the part before training took: generation, rewards, advantages."""
 
@@ -135,6 +146,7 @@ def main() -> None:
         train_dataset=Dataset.from_list(job["rows"]),
         processing_class=tokenizer,
         callbacks=[callback],
+        peft_config=adapter(job["lora"]),
     )
     callback.trainer = trainer
     prompts, answers = job["score"]

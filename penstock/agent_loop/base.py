@@ -13,10 +13,11 @@ import copy
 import logging
 from collections.abc import Awaitable, Callable
 
+from penstock.agent_loop.asking import Asked
 from penstock.agent_loop.deadline import Clock, Plays
 from penstock.agent_loop.judging import fail_unjudged, judge_within, take_verdict
 from penstock.agent_loop.stops import resolve_stops
-from penstock.agent_loop.transcript import REFUSAL_S, Answer, Asked, Transcript
+from penstock.agent_loop.transcript import REFUSAL_S, Answer, Transcript
 from penstock.errors import DataFailure, InfrastructureFailure, Interrupted, RolloutFailure, RunError
 from penstock.ports import Engine, Judger, OnPause, Tokenizer, TurnLog
 from penstock.rollout import (
@@ -41,6 +42,14 @@ class AgentLoop:
 
     Only in a task with partial rollout: in another an interrupted rollout starts again.
     """
+    sets_reward = False
+    """Whether it may set the reward itself, so that a task needs no judger."""
+    replayable = True
+    """Whether a rollout can be cut off at any call and played again from its record later.
+
+    That of an agent outside cannot: its requests are kept over a pause, the manager leaves it at work, and its record
+    is kept in any task.
+    """
 
     def __init__(
         self,
@@ -55,12 +64,17 @@ class AgentLoop:
         namespace: str = "",
         on_pause: OnPause = "abort",
         turn_log: TurnLog | None = None,
+        context: int = 0,
     ) -> None:
-        """`namespace` tells this loop's requests from another's on the same engine: evaluation beside training."""
+        """`namespace` tells this loop's requests from another's on the same engine: evaluation beside training.
+
+        `context` is the model's limit for a conversation with its answer; 0 where it is not known.
+        """
         self.engine = engine
         self.tokenizer = tokenizer
         self.judger = judger
         self.sample_params = resolve_stops(sample_params, tokenizer)
+        self.context = context
         self.num_abandoned = 0
         """Rollouts whose code did not end when it was told to."""
         self._asked = Asked(
@@ -229,9 +243,11 @@ class AgentLoop:
         if not rollout.num_tokens:
             # Before the finish reason: with one, it would be taken for an answer that only lacks its verdict.
             raise DataFailure(f"{type(self).__name__} made no token", reason=FailureReason.EMPTY_ANSWER)
-        last = rollout.turns[-1] if rollout.turns else None
-        rollout.finish_reason = (last.finish_reason if last is not None else None) or FinishReason.STOP
-        rollout.response_text = "".join([turn.text for turn in rollout.turns if turn.kind == "generate"])
+        if rollout.finish_reason is None:  # unless the loop knows better
+            last = rollout.turns[-1] if rollout.turns else None
+            rollout.finish_reason = (last.finish_reason if last is not None else None) or FinishReason.STOP
+        if not rollout.response_text:
+            rollout.response_text = "".join([turn.text for turn in rollout.turns if turn.kind == "generate"])
 
     def _too_late(self, transcript: Transcript) -> InfrastructureFailure:
         clock = transcript.clock

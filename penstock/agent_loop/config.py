@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pydantic
 
 from penstock.agent_loop.base import AgentLoop
-from penstock.config import Config, dotted_name, import_name, nearest
+from penstock.agent_loop.rendering import TemplateProblem
+from penstock.config import dotted_name, import_name, nearest
 from penstock.errors import ConfigError
-from penstock.ports import (
-    Description,
-    Engine,
-    GiB,
-    Judger,
-    Local,
-    OnPause,
-    Placement,
-    Tokenizer,
-    TurnLog,
-    actor_problems,
-)
+from penstock.ports import Description, Engine, Judger, Local, OnPause, Placement, Tokenizer, TurnLog
+from penstock.resources import ActorsConfig
 from penstock.rollout import SampleParams
 
 PORTS = ("engine", "tokenizer", "judger", "turn_log")
@@ -30,11 +22,13 @@ OURS = frozenset(inspect.signature(AgentLoop.__init__).parameters) - {"self"}
 """What Penstock gives every loop; the rest of a constructor is the user's."""
 
 
-class AgentLoopConfig(Config):
+class AgentLoopConfig(ActorsConfig):
     """`loop` is a class or its dotted path."""
 
     loop: type[AgentLoop] | str
+    """A subclass of `AgentLoop`, or its dotted path."""
     sample_params: SampleParams = SampleParams()
+    """How tokens are drawn, how many at most, and what ends an answer."""
     arguments: dict[str, Any] = {}
     """Extra keyword arguments of the loop's constructor."""
     judge_timeout_s: float = pydantic.Field(default=700.0, gt=0, allow_inf_nan=False)
@@ -42,13 +36,17 @@ class AgentLoopConfig(Config):
     rollout_timeout_s: float = pydantic.Field(default=800.0, gt=0, allow_inf_nan=False)
     """For all of `generate_sample` but its waits for the engine, whose deadlines are the controller's. Below the
     manager's `stall_timeout_s`: a loop that hangs costs a rollout, not the run."""
-    num_ray_actors: int = pydantic.Field(default=0, ge=0)
-    """0 plays in this process, 1 in an actor, n behind a router."""
-    num_cpus_per_actor: float = pydantic.Field(default=1.0, gt=0, allow_inf_nan=False)
-    cpu_memory_per_actor: int = pydantic.Field(default=GiB, gt=0)
+
+    @property
+    def actors_name(self) -> str:
+        name = self.loop if isinstance(self.loop, str) else self.loop.__name__
+        return f"agent loop {name.replace(':', '.').rpartition('.')[2]}"
+
+    def actors_home(self) -> str:
+        """Without the sampling: an evaluation at temperature 0 is played where training is."""
+        return json.dumps(self.describe() | {"sample_params": None}, sort_keys=True)
 
     def problems(self) -> Iterator[str]:
-        yield from actor_problems(self.num_ray_actors)
         try:
             loop = import_name(self.loop) if isinstance(self.loop, str) else self.loop
         except ConfigError as error:
@@ -68,8 +66,33 @@ class AgentLoopConfig(Config):
                 yield f"arguments: {name!r} is given to every loop; it cannot be given again"
             elif taken is not None and name not in taken:
                 yield f"arguments: {dotted_name(loop)} takes no {name!r}.{nearest(name, sorted(taken - OURS))}"
-        for name in sorted(required - OURS - set(self.arguments)):
+        for name in sorted(required - OURS - set(self.loop_arguments())):
             yield f"arguments: {dotted_name(loop)} needs {name!r}"
+
+    @property
+    def loop_class(self) -> type[AgentLoop]:
+        loop: type[AgentLoop] = import_name(self.loop) if isinstance(self.loop, str) else self.loop
+        return loop
+
+    @property
+    def sets_reward(self) -> bool:
+        """Whether its loop may set the reward itself. False also where there is no such loop."""
+        try:
+            return self.loop_class.sets_reward
+        except ConfigError:
+            return False
+
+    def prompt_tools(self) -> tuple[dict[str, Any], ...]:
+        """Schemas of the tools that the model is told of in the prompts of rows that name none."""
+        return ()
+
+    def template_problems(self, tokenizer: Tokenizer) -> list[TemplateProblem]:
+        """What is wrong with the model's chat template for this loop; asked before anything is loaded."""
+        return []
+
+    def loop_arguments(self) -> dict[str, Any]:
+        """The keyword arguments that are the loop's own, as plain data: they may travel."""
+        return self.arguments
 
     def build(
         self,
@@ -82,11 +105,13 @@ class AgentLoopConfig(Config):
         namespace: str = "",
         on_pause: OnPause = "abort",
         turn_log: TurnLog | None = None,
+        context: int = 0,
     ) -> AgentLoop:
-        """Whoever builds it closes it."""
-        loop = import_name(self.loop) if isinstance(self.loop, str) else self.loop
+        """Whoever builds it closes it. `context` is the model's limit; 0 where it is not known."""
+        loop = self.loop_class
         description = Description(
-            name=f"agent loop {loop.__name__}",
+            name=self.actors_name,
+            port="agent_loop",
             build=loop,
             arguments={
                 "sample_params": self.sample_params,
@@ -95,12 +120,14 @@ class AgentLoopConfig(Config):
                 "rollout_timeout_s": self.rollout_timeout_s,
                 "namespace": namespace,
                 "on_pause": on_pause,
-                **self.arguments,
+                "context": context,
+                **self.loop_arguments(),
             },
             ports=PORTS,
             num_actors=self.num_ray_actors,
             num_cpus=self.num_cpus_per_actor,
             memory=self.cpu_memory_per_actor,
+            home=self.actors_home(),
         )
         ports = {"engine": engine, "tokenizer": tokenizer, "judger": judger, "turn_log": turn_log}
         placed: AgentLoop = (placement or Local()).place(description, ports)

@@ -13,25 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
+import itertools
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
+from penstock.agent_loop.asking import Asked, OnPiece
 from penstock.agent_loop.deadline import Clock
 from penstock.agent_loop.stops import resolve_stops
 from penstock.errors import DataFailure, Interrupted
-from penstock.ports import (
-    Completion,
-    Engine,
-    FinishedTurn,
-    GenerateRequest,
-    OnPause,
-    Tokenizer,
-    TurnLog,
-    check_completion,
-)
+from penstock.ports import Completion, FinishedTurn
 from penstock.rollout import (
     NO_TOKENS,
     ROOT,
@@ -44,11 +37,16 @@ from penstock.rollout import (
     Segment,
     Tokens,
     Turn,
+    pack_ids,
     unpack_ids,
 )
 
+T = TypeVar("T")
+
 GENERATE = "generate"
 TOOL = "tool"
+MESSAGE = "message"
+"""What somebody else said, already encoded: a user, a client, a template."""
 
 REFUSAL_S = 0.1
 """How long a refusal takes: code that calls again and again, whatever is raised, must not keep the event loop busy."""
@@ -61,18 +59,18 @@ class Answer(msgspec.Struct, frozen=True):
     finish_reason: FinishReason
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """Whom a transcript asks, and as whom: the same for all rollouts of an agent loop."""
+class ToolAnswer(msgspec.Struct, frozen=True):
+    """What a tool said, or what the model is told instead; see `Turn.outcome`."""
 
-    engine: Engine
-    tokenizer: Tokenizer
-    sample_params: SampleParams
-    run_seed: int = 0
-    namespace: str = ""
-    """Before the ids of requests, where others share the engine."""
-    on_pause: OnPause = "abort"
-    turn_log: TurnLog | None = None
-    """Where finished turns are kept while the rollout is still played."""
+    text: str
+    outcome: str = ""
+
+
+class Calling(msgspec.Struct, frozen=True):
+    """A tool's call that is to be made."""
+
+    name: str
+    call: Callable[[], Awaitable[ToolAnswer]]
 
 
 class Transcript:
@@ -107,6 +105,19 @@ class Transcript:
         """Ids of the requests that are open."""
         return list(self._requests.values())
 
+    def begin(self, start: int) -> None:
+        """The first segment goes on from the first `start` tokens of the prompt, not from all of it.
+
+        Before it has a token. Raises ValueError when the prompt has not as many.
+        """
+        self._require_played()
+        self._require_room(ROOT, start)
+        segments = self.rollout.segments or (Segment(),)
+        if segments[0].start != start:
+            if segments[0].tokens:
+                raise self._mismatch("its first segment is on record with another beginning")
+            self.rollout.segments = (Segment(NO_TOKENS, ROOT, start), *segments[1:])
+
     def branch(self, parent: int = ROOT, start: int = WHOLE) -> int:
         """Begin another segment after the first `start` tokens of `parent`; returns its index and goes on with it.
 
@@ -114,14 +125,7 @@ class Transcript:
         """
         self._require_played()
         segment = Segment(NO_TOKENS, parent, start)
-        if parent >= self._num_segments:
-            raise ValueError(f"{self.rollout.rollout_id} has no segment {parent} to branch from")
-        length = len(self._tokens(parent)) if parent != ROOT else len(self.rollout.prompt.ids) // 4
-        if start > length:
-            what = f"segment {parent}" if parent != ROOT else "the prompt"
-            raise ValueError(
-                f"{self.rollout.rollout_id} cannot branch after token {start} of {what}, which has {length}"
-            )
+        self._require_room(parent, start)
         index, segments = self._num_segments, self.rollout.segments or (Segment(),)
         if index == len(segments):
             self.rollout.segments = (*segments, segment)
@@ -135,12 +139,18 @@ class Transcript:
         return index
 
     async def generate(
-        self, params: SampleParams | None = None, *, segment: int | None = None, durable: bool = False
+        self,
+        params: SampleParams | None = None,
+        *,
+        segment: int | None = None,
+        durable: bool = False,
+        on_piece: OnPiece | None = None,
     ) -> Answer:
         """Let the model write. Waits for the engine as long as that takes; the rollout's clock stands still.
 
-        `durable`: returns when the finished turn is on disk. Raises Interrupted when a pause comes, with the tokens so
-        far on record; RolloutFailure when the engine fails.
+        `durable`: returns when the finished turn is on disk. `on_piece` is told of new tokens as they are made, and of
+        none that are on record. Raises Interrupted when a pause comes, with the tokens so far on record; RolloutFailure
+        when the engine fails.
         """
         async with self._writing(segment) as segment:
             recorded = self._recorded(segment, GENERATE)
@@ -151,7 +161,7 @@ class Transcript:
             begun = recorded.num_tokens if recorded is not None else 0
             reason = FinishReason.LENGTH
             if begun < params.max_tokens:
-                completion = await self._ask(segment, params, begun)
+                completion = await self._ask(segment, params, begun, on_piece)
                 assert completion.finish_reason is not None
                 reason = completion.finish_reason
                 self._append(segment, self._tokens(segment).append(*_columns(completion), steps=completion.steps))
@@ -184,11 +194,98 @@ class Transcript:
                 return recorded.text
             text = await self._call(tool, timeout_s)
             ids = self._asked.tokenizer.encode(text)
-            before = self._tokens(segment)
-            last_step = before.steps[-1][0] if before.steps else UNKNOWN_STEP
-            self._append(segment, before.append(ids, trained=False, model_step=last_step))
-            await self._finished(Turn(TOOL, len(ids), None, text, segment, name), None, durable)
+            await self._say(Turn(TOOL, len(ids), None, text, segment, name), ids, durable)
             return text
+
+    async def call_tools(
+        self, calls: Sequence[Calling], *, at_once: int, segment: int | None = None, durable: bool = False
+    ) -> list[ToolAnswer]:
+        """Answers of several tools, in the order of the calls, at most `at_once` of them at work at a time.
+
+        Each is on record as it ends, without tokens: what the model is told is for `append`. A call that is on record
+        is not made again, whichever of the others ended. What a call raises passes, and ends the others.
+        """
+        async with self._writing(segment) as segment:
+            answers = self._recorded_calls(segment, calls)
+            free = asyncio.Semaphore(at_once)
+
+            async def make(number: int, calling: Calling) -> None:
+                async with free:
+                    answer = await self._while_tool(calling.call())
+                turn = Turn(TOOL, 0, None, answer.text, segment, calling.name, number, answer.outcome)
+                answers[number] = answer
+                await self._finished(turn, None, durable)
+
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for number, calling in enumerate(calls):
+                        if number not in answers:
+                            group.create_task(make(number, calling), name=f"tool {calling.name}")
+            except ExceptionGroup as raised:
+                raise raised.exceptions[0] from None
+            self._sort_calls(segment, len(calls))
+            return [answers[number] for number in range(len(calls))]
+
+    async def append(
+        self,
+        ids: Sequence[int] | bytes,
+        *,
+        text: str = "",
+        kind: str = MESSAGE,
+        name: str = "",
+        segment: int | None = None,
+        durable: bool = False,
+    ) -> None:
+        """What the model did not write, already encoded: mask 0, no logprob. `text` is for those who read the record.
+
+        Raises DataFailure when other tokens are on record at this place.
+        """
+        packed = pack_ids(ids)
+        async with self._writing(segment) as segment:
+            recorded = self._recorded(segment, kind, name)
+            if recorded is None:
+                await self._say(Turn(kind, len(packed) // 4, None, text, segment, name), packed, durable)
+                return
+            begun = 4 * self.position(segment)
+            if self._tokens(segment).ids[begun : begun + 4 * recorded.num_tokens] != packed:
+                raise self._mismatch(f"turn {self._turns_done[segment]} has other tokens on record")
+            self._turns_done[segment] += 1
+
+    # Those who play a conversation that may come back in another order.
+
+    def recall(self) -> None:
+        """Every segment on record may be asked for from here on, in any order; `branch` begins others."""
+        self._num_segments = max(1, len(self.rollout.segments))
+
+    def position(self, segment: int) -> int:
+        """How many tokens of a segment the calls of this playing have made, or read back."""
+        mine = [turn for turn in self.rollout.turns if turn.segment == segment]
+        return sum([turn.num_tokens for turn in mine[: self._turns_done[segment]]])
+
+    def last_id(self, segment: int) -> int | None:
+        """The last token of a segment that the calls of this playing have made, or read back."""
+        end = self.position(segment)
+        return int(unpack_ids(self._tokens(segment).ids)[end - 1]) if end else None
+
+    def on_record(self, segment: int) -> bytes | None:
+        """What a segment has on record before the next answer that a call reads back; None when nothing is left."""
+        mine = [turn for turn in self.rollout.turns if turn.segment == segment][self._turns_done[segment] :]
+        if not mine:
+            return None
+        said = sum(turn.num_tokens for turn in itertools.takewhile(lambda turn: turn.kind != GENERATE, mine))
+        begun = self.position(segment)
+        return self._tokens(segment).ids[4 * begun : 4 * (begun + said)]
+
+    def leave_out(self, segment: int, begin: int, end: int) -> None:
+        """These tokens of a segment stay as context and are not trained."""
+        tokens = self._tokens(segment)
+        mask = tokens.mask[:begin] + bytes(end - begin) + tokens.mask[end:]
+        self._append(segment, Tokens(tokens.ids, tokens.logprobs, mask, tokens.steps))
+
+    def leave_out_unread(self) -> None:
+        """What is on record and was not read back stays as it is and is not trained."""
+        for number, segment in enumerate(self.rollout.segments):
+            self.leave_out(number, self.position(number), len(segment.tokens))
 
     # Inside.
 
@@ -232,15 +329,55 @@ class Transcript:
         segments = self.rollout.segments
         return segments[segment].tokens if segments else NO_TOKENS
 
+    def _require_room(self, parent: int, start: int) -> None:
+        """Raises ValueError unless there are `start` tokens of `parent` to go on from."""
+        if parent >= self._num_segments:
+            raise ValueError(f"{self.rollout.rollout_id} has no segment {parent} to branch from")
+        length = len(self._tokens(parent)) if parent != ROOT else len(self.rollout.prompt.ids) // 4
+        if start > length:
+            what = f"segment {parent}" if parent != ROOT else "the prompt"
+            raise ValueError(
+                f"{self.rollout.rollout_id} cannot branch after token {start} of {what}, which has {length}"
+            )
+
+    async def _say(self, turn: Turn, ids: Sequence[int] | bytes, durable: bool) -> None:
+        """Tokens that the model did not write, as of the weights before them."""
+        before = self._tokens(turn.segment)
+        last_step = before.steps[-1][0] if before.steps else UNKNOWN_STEP
+        self._append(turn.segment, before.append(ids, trained=False, model_step=last_step))
+        await self._finished(turn, None, durable)
+
     def _append(self, segment: int, tokens: Tokens) -> None:
         segments = self.rollout.segments
-        if len(segments) <= 1 and segment == 0:
+        if not segments:
             self.rollout.segments = (Segment(tokens),) if tokens.mask else ()
             return
         old = segments[segment]
         self.rollout.segments = (
             *segments[:segment], Segment(tokens, old.parent, old.start), *segments[segment + 1 :],
         )  # fmt: skip
+
+    def _recorded_calls(self, segment: int, calls: Sequence[Calling]) -> dict[int, ToolAnswer]:
+        """Of calls that were made at once: the answers on record, by their numbers."""
+        answers: dict[int, ToolAnswer] = {}
+        for _ in calls:
+            turn = self._recorded(segment, TOOL)
+            if turn is None:
+                break
+            if turn.call >= len(calls) or turn.name != calls[turn.call].name or turn.call in answers:
+                raise self._mismatch(f"call {turn.call} of {turn.name!r} is on record and is not made now")
+            answers[turn.call] = ToolAnswer(turn.text, turn.outcome)
+            self._turns_done[segment] += 1
+        return answers
+
+    def _sort_calls(self, segment: int, number: int) -> None:
+        """The last calls as they were made, not as they ended: who reads the record sees the same every time."""
+        done = self._turns_done[segment]
+        turns = [*self.rollout.turns]
+        places = [place for place, turn in enumerate(turns) if turn.segment == segment][done - number : done]
+        for place, turn in zip(places, sorted([turns[p] for p in places], key=lambda turn: turn.call), strict=True):
+            turns[place] = turn
+        self.rollout.turns = tuple(turns)
 
     def _recorded(self, segment: int, kind: str, name: str = "") -> Turn | None:
         """The turn that answers the next call on this segment; None when it is not on record."""
@@ -305,61 +442,44 @@ class Transcript:
             reason=FailureReason.SAMPLING_PARAMS,
         )
 
-    async def _ask(self, segment: int, params: SampleParams, begun: int) -> Completion:
-        """The i-th random number is a function of the segment's seed and of i, counted over its tokens."""
-        rollout, asked, ids = self.rollout, self._asked, self._tokens(segment).ids
-        split = len(ids) - 4 * begun
-        request = GenerateRequest(
-            request_id=f"{asked.namespace}{rollout.rollout_id}" + (f"#{segment}" if segment else ""),
-            prompt_ids=(rollout.context_ids(segment) if rollout.segments else rollout.prompt.ids) + ids[:split],
-            response_ids=ids[split:],
-            params=params,
-            seed=rollout_seed(asked.run_seed, rollout, segment),
-            first_uniform=len(ids) // 4,
-            group_id=asked.namespace + rollout.group_id,
-            on_pause=asked.on_pause,
-        )
+    async def _ask(self, segment: int, params: SampleParams, begun: int, on_piece: OnPiece | None) -> Completion:
+        request = self._asked.request(self.rollout, segment, params, ids=self._tokens(segment).ids, begun=begun)
         self._requests[segment] = request.request_id
         self.clock.hold()
         try:
-            completion = await asked.engine.generate(request)
+            completion = await self._asked.answer(request, on_piece)
         finally:
             del self._requests[segment]
             self.clock.release()
-        check_completion(completion, request)
         self._require_played()
         return completion
 
     async def _call(self, tool: Callable[[], Awaitable[str]], timeout_s: float) -> str:
-        self._tools += 1
         deadline = asyncio.timeout(timeout_s)
         try:
             async with deadline:
-                text = await tool()
+                return await self._while_tool(tool())
         except TimeoutError:
             if not deadline.expired():
                 raise
             raise DataFailure(
                 f"tool did not answer within {timeout_s:g} s", reason=FailureReason.TOOL_DEADLINE
             ) from None
+
+    async def _while_tool(self, answer: Awaitable[T]) -> T:
+        self._tools += 1
+        try:
+            answered = await answer
         finally:
             self._tools -= 1
         self._require_played()
-        return text
+        return answered
 
     def _decoded(self, segment: int, num_tokens: int, stop: tuple[str, ...]) -> str:
         ids = self._tokens(segment).ids
         text = self._asked.tokenizer.decode(unpack_ids(ids[len(ids) - 4 * num_tokens :]).tolist())
         found = [position for position in (text.find(s) for s in stop if s) if position >= 0]
         return text[: min(found)] if found else text
-
-
-def rollout_seed(run_seed: int, rollout: RolloutState, segment: int = 0) -> int:
-    """Of the run's seed, the rollout's id, how often it was started, and the segment; siblings never share one."""
-    text = f"{run_seed}/{rollout.rollout_id}/{rollout.num_tries}/{rollout.data_failures}"
-    if segment:
-        text += f"#{segment}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _columns(completion: Completion) -> tuple[bytes, bytes]:

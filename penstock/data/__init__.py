@@ -1,7 +1,14 @@
 """Prompts in: datasets with a strict scan, built-in tasks, and the sampler that draws from them."""
 
 from penstock.data.dataset import DatasetConfig
-from penstock.data.generators import AdditionConfig, GeneratorConfig, ReverseWordConfig, SortLettersConfig, WordConfig
+from penstock.data.generators import (
+    AdditionConfig,
+    GeneratorConfig,
+    OneLineFunctionConfig,
+    ReverseWordConfig,
+    SortLettersConfig,
+    WordConfig,
+)
 from penstock.data.gym import ReasoningGymConfig
 from penstock.data.prompts import PromptSet, PromptSourceConfig
 from penstock.data.sameness import check_same_prompts, remember_prompts
@@ -12,6 +19,7 @@ __all__ = [
     "DatasetConfig",
     "EndOfData",
     "GeneratorConfig",
+    "OneLineFunctionConfig",
     "PromptSet",
     "PromptSourceConfig",
     "ReasoningGymConfig",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +41,7 @@ class DatasetConfig(PromptSourceConfig):
     to_rollout: Callable[[Any], RolloutState] | str | None = None
     """Turns a row of another layout into a rollout (`penstock.rollout.new_rollout`); a function or its dotted path."""
     max_prompt_tokens: int | None = pydantic.Field(default=None, ge=1)
+    """A longer prompt is `over_long`. None: what leaves room for the answer in the model's context."""
     over_long: Literal["refuse", "drop"] = "refuse"
     """Whether a prompt over `max_prompt_tokens`, or too long for the model's context, is an error or left out."""
     quarantine: int = pydantic.Field(default=0, ge=0)
@@ -75,6 +76,7 @@ class DatasetConfig(PromptSourceConfig):
         max_tokens: int,
         data_sources: frozenset[str] | None,
         on_progress: OnProgress | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> PromptSet:
         self.check()
         limits = Limits(
@@ -84,6 +86,7 @@ class DatasetConfig(PromptSourceConfig):
             max_prompt_tokens=self.max_prompt_tokens,
             drop_over_long=self.over_long == "drop",
             quarantine=self.quarantine,
+            tools=tuple(dict(tool) for tool in tools),
         )
         scan = PromptScan(tokenizer, limits, source=", ".join(map(str, self.paths)), on_progress=on_progress)
         convert = import_name(self.to_rollout) if isinstance(self.to_rollout, str) else self.to_rollout

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import abc
 import itertools
+import operator
 import random
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import pydantic
@@ -31,10 +32,13 @@ class GeneratorConfig(PromptSourceConfig):
     template: str
     """What the model is asked, with the generator's placeholders in braces."""
     data_source: str = pydantic.Field(min_length=1)
+    """What its rows are called, for a judger with branches and for metrics."""
     split: Split = "train"
+    """Which of the two, which never overlap."""
     held_out: int = pydantic.Field(default=100, ge=0)
     """The size of the eval split."""
     seed: int = 0
+    """Of the order of questions. Both splits need the same."""
 
     @pydantic.field_validator("template")
     @classmethod
@@ -64,10 +68,12 @@ class GeneratorConfig(PromptSourceConfig):
         max_tokens: int,
         data_sources: frozenset[str] | None,
         on_progress: OnProgress | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> PromptSet:
         self.check()
         name = type(self).__name__
-        scan = PromptScan(tokenizer, Limits(max_tokens, context, data_sources), source=name, on_progress=on_progress)
+        limits = Limits(max_tokens, context, data_sources, tools=tuple(dict(tool) for tool in tools))
+        scan = PromptScan(tokenizer, limits, source=name, on_progress=on_progress)
         for number, prompt in enumerate(self.prompts(), start=1):
             scan.add(Place(name, number), prompt)
         return scan.finish()
@@ -83,6 +89,7 @@ class AdditionConfig(GeneratorConfig):
     placeholders = frozenset({"a", "b"})
 
     max_number: int = pydantic.Field(default=20, ge=0, le=2000)
+    """The largest summand."""
     template: str = "What is {a} + {b}? Answer with the number only."
     data_source: str = pydantic.Field(default="addition", min_length=1)
 
@@ -107,8 +114,11 @@ class WordConfig(GeneratorConfig):
     placeholders = frozenset({"word"})
 
     alphabet: str = "abcdefgh"
+    """The letters of the words."""
     min_length: int = pydantic.Field(default=2, ge=1)
+    """Of a word."""
     max_length: int = pydantic.Field(default=5, ge=1, le=1000)
+    """Of a word."""
     size: int = pydantic.Field(default=1000, ge=1)
     """The size of the train split."""
 
@@ -180,6 +190,37 @@ class SortLettersConfig(WordConfig):
 
     def answer(self, word: str) -> str:
         return "".join(sorted(word, key=self.alphabet.index))
+
+
+class OneLineFunctionConfig(GeneratorConfig):
+    """Functions of one line, named `f`: add, subtract or multiply by a number from 10 to 99. The ground truth are tests
+    for `CodeJudgerConfig`."""
+
+    placeholders = frozenset({"task"})
+
+    template: str = "Write a Python function f(x) of one line that does: {task}. Answer with the code only."
+    data_source: str = pydantic.Field(default="one_line_function", min_length=1)
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.held_out > 270 or (self.split == "train" and self.held_out == 270):
+            yield f"held_out is {self.held_out}; there are 270 functions."
+
+    def prompts(self) -> Iterator[Prompt]:
+        first, last = (0, self.held_out) if self.split == "eval" else (self.held_out, None)
+        for index in itertools.islice(draw_distinct(random.Random(self.seed), 270), first, last):
+            operation, number = divmod(index, 90)
+            word, function = _OPERATIONS[operation]
+            given = [0, 1, 7, -3]
+            tests = {
+                "fn_name": "f",
+                "inputs": [[x] for x in given],
+                "outputs": [function(x, 10 + number) for x in given],
+            }
+            yield self._ask(tests, task=f"{word} {10 + number}")
+
+
+_OPERATIONS = (("add", operator.add), ("sub", operator.sub), ("mul", operator.mul))
 
 
 def draw_distinct(rng: random.Random, total: int) -> Iterator[int]:

@@ -37,6 +37,7 @@ class ReasoningGymConfig(GeneratorConfig):
     params: dict[str, Any] = {}
     """Settings of the task, as reasoning-gym names them."""
     template: str = "{question}"
+    """What the model is asked, with {question} in it."""
     data_source: str = ""
     """The task's name when empty."""
     timeout_s: float = pydantic.Field(default=600.0, gt=0)

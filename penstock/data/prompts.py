@@ -155,12 +155,13 @@ class PromptSourceConfig(Config):
         max_tokens: int,
         data_sources: frozenset[str] | None,
         on_progress: OnProgress | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> PromptSet:
         """Every prompt, rendered and checked. Raises one DatasetError with all problems of all rows.
 
         `context` is the model's limit for prompt and answer together, `max_tokens` the answer's budget,
         `data_sources` the names that the judger has a branch for; None checks nothing. `on_progress` is told how many
-        rows were read.
+        rows were read. `tools` are for the prompts of rows that name none.
         """
 
 
@@ -175,6 +176,8 @@ class Limits:
     drop_over_long: bool = False
     quarantine: int = 0
     """How many bad rows may be set aside."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Of prompts that name none."""
 
 
 class PromptScan:
@@ -205,6 +208,8 @@ class PromptScan:
 
     def add(self, where: Place, prompt: Prompt, problems: Sequence[Problem] = ()) -> None:
         """Check and render one prompt. `problems` is what its row is already blamed for."""
+        if self._limits.tools and not prompt.tools and not prompt.ids:
+            prompt = msgspec.structs.replace(prompt, tools=self._limits.tools)
         stored = _as_stored(prompt)
         if isinstance(stored, Problem):
             self.refuse(where, [*problems, stored])

@@ -41,10 +41,13 @@ class SamplerConfig(Config):
     """Draws prompts of a dataset, each `prompt_repeat_k` times, epoch after epoch."""
 
     dataset: pydantic.InstanceOf[PromptSourceConfig]
-    prompt_repeat_k: int = pydantic.Field(ge=1)
+    """Where the prompts come from."""
+    prompt_repeat_k: int = pydantic.Field(ge=1, le=10**5)
     """Rollouts per prompt: the size of a group."""
     shuffle: bool = True
+    """Another order in every epoch; False: as they stand."""
     seed: int = 0
+    """Of the order."""
 
     def build(self, prompts: PromptSet, *, waiting: WaitingGroups, epochs: int | None = None) -> Sampler:
         """`prompts` are those of `dataset.load`; the scan comes first, so that bad rows cost no device time."""

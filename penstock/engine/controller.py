@@ -6,7 +6,8 @@
 
 A request waits in line until an engine has a place for it; its clock begins with the place and stands still while it is
 frozen. Control calls (pause, continue, abort, sleep, wake) go to all engines in service at once, past every waiting
-request; an engine that does not obey in time is fenced. How weights are published is in `publishing.py`.
+request; an engine that does not obey in time is fenced. How weights are published is in `publishing.py`, how engines
+join and leave in `membership.py`: what a leaving engine hands back goes on elsewhere, and its caller sees one answer.
 """
 
 from __future__ import annotations
@@ -19,26 +20,30 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 import msgspec
 
 from penstock.engine.config import RolloutControllerConfig
-from penstock.engine.health import Fleet, Member, RequestClock
-from penstock.engine.lifecycle import EngineState
+from penstock.engine.health import Fleet, Member, RequestClock, Standing
+from penstock.engine.lifecycle import LEAVING, EngineState
+from penstock.engine.membership import Membership, NewEngine
 from penstock.engine.publishing import publish
-from penstock.engine.recovery import supervise
-from penstock.engine.requests import ABORTED, check_scores, joined
+from penstock.engine.requests import ABORTED, check_scores
 from penstock.engine.routing import Router, Ticket
 from penstock.errors import ConfigError, InfrastructureFailure, PenstockError, RunError, WeightSyncError
 from penstock.events import Observer
 from penstock.ports import (
     Completion,
     Engine,
+    EngineMember,
     EngineStats,
     GenerateRequest,
     LoadedWeights,
     WeightSource,
     check_completion,
+    joined,
 )
 from penstock.rollout import FailureReason, FinishReason
 
 MAX_REROUTES = 2
+JUDGES_SHARE = 4
+"""One place of so many is kept for judges, where judges ask the engines."""
 
 
 class RolloutController:
@@ -49,17 +54,20 @@ class RolloutController:
         engines: Mapping[str, Engine],
         config: RolloutControllerConfig,
         *,
-        model_step: int,
+        standing: Standing,
         max_running: int,
         observer: Observer,
+        new_engine: NewEngine | None = None,
     ) -> None:
         if not engines:
             raise ConfigError("RolloutController needs at least one engine")
         self._config = config
-        self._fleet = Fleet(engines, config, model_step, observer)
-        self._router = Router(self._fleet, config.max_requests_per_engine or max_running)
+        self._fleet = Fleet(engines, config, standing, observer)
+        places = config.max_requests_per_engine or max_running
+        kept = config.judge_places if config.judge_places is not None else max(1, places // JUDGES_SHARE)
+        self._router = Router(self._fleet, places, kept)
         self._fleet.on_change = self._router.assign
-        self._supervisors: list[asyncio.Task[None]] = []
+        self._membership = Membership(self._fleet, self._router, new_engine)
         self._live: Counter[str] = Counter()
         self._aborted: set[str] = set()
         """Ids of live requests that were aborted; they are not given to another engine."""
@@ -75,35 +83,45 @@ class RolloutController:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Raises InfrastructureFailure when three engines failed, EngineUnavailable when none is there to ask."""
+        made: list[Completion] = []
         with self._open(request) as ticket:
             while (member := await self._place(ticket)) is not None:
+                asked = _go_on(request, made)
                 try:
                     async with self._asking(member, ticket) as oldest:
                         async with self._router.clock(member, ticket):
-                            completion = await member.engine.generate(request)
-                        check_completion(completion, request)
-                        await self._check_steps(completion, request, member, oldest)
-                        return completion
+                            completion = await member.engine.generate(asked)
+                        check_completion(completion, asked)
+                        await self._check_steps(completion, asked, member, oldest)
+                    made.append(completion)
+                    if not self._is_handed_back(completion, member, ticket):
+                        return joined(made)
                 except InfrastructureFailure as failure:
                     self._note_failed(ticket, member, failure)
                 finally:
                     self._router.leave(member, ticket)
-            return ABORTED
+            return joined([*made, ABORTED])
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
         """Goes on with another engine where one failed: what was handed out stays."""
         sent: list[Completion] = []
         with self._open(request) as ticket:
             while (member := await self._place(ticket)) is not None:
+                handed_back = False
                 try:
                     async with (
                         self._asking(member, ticket) as oldest,
                         contextlib.aclosing(self._pieces(member, ticket, _go_on(request, sent), oldest)) as pieces,
                     ):
                         async for piece in pieces:
+                            handed_back = self._is_handed_back(piece, member, ticket)
+                            if handed_back:
+                                piece = msgspec.structs.replace(piece, finish_reason=None)
                             sent.append(piece)
-                            yield piece
-                    return
+                            if piece.ids or not handed_back:
+                                yield piece
+                    if not handed_back:
+                        return
                 except InfrastructureFailure as failure:
                     self._note_failed(ticket, member, failure)
                 finally:
@@ -161,7 +179,7 @@ class RolloutController:
     def _open(self, request: GenerateRequest) -> Iterator[Ticket]:
         self._start()
         self._live[request.request_id] += 1
-        ticket = Ticket(request.request_id, request.group_id, request.on_pause)
+        ticket = Ticket(request.request_id, request.group_id, request.on_pause, request.judging)
         try:
             yield ticket
         finally:
@@ -173,7 +191,7 @@ class RolloutController:
 
     async def _place(self, ticket: Ticket) -> Member | None:
         """None: it is aborted."""
-        if (self._fleet.paused and ticket.on_pause == "abort") or ticket.request_id in self._aborted:
+        if self._is_aborted(ticket):
             return None
         return await self._router.take_place(ticket)
 
@@ -205,6 +223,17 @@ class RolloutController:
             self._fleet.request_failed(member, failed)
             raise
         life.request_answered(name)
+
+    def _is_handed_back(self, completion: Completion, member: Member, ticket: Ticket) -> bool:
+        """Whether it ends only because the engine leaves."""
+        return (
+            completion.finish_reason is FinishReason.ABORT
+            and self._fleet.state(member) in LEAVING
+            and not self._is_aborted(ticket)
+        )
+
+    def _is_aborted(self, ticket: Ticket) -> bool:
+        return (self._fleet.paused and ticket.on_pause == "abort") or ticket.request_id in self._aborted
 
     def _note_failed(self, ticket: Ticket, member: Member, failure: InfrastructureFailure) -> None:
         """Another engine is asked, or the failure is the answer."""
@@ -294,10 +323,10 @@ class RolloutController:
 
     def _kept_clocks(self) -> list[RequestClock]:
         """Not those of fenced engines, which have rung."""
-        return [clock for member in self._fleet.in_service for clock in member.clocks if clock.on_pause == "keep"]
+        return [clock for member in self._fleet.obedient for clock in member.clocks if clock.on_pause == "keep"]
 
     async def _tell_all(self, what: str, call: Callable[[Engine], Awaitable[None]]) -> None:
-        """All engines in service at once. One that fails or is late is fenced; what it refuses, it refuses for all."""
+        """All engines at once. One that fails or is late is fenced; what it refuses, it refuses for all."""
         limit = self._config.control_timeout_s
 
         async def tell(member: Member) -> None:
@@ -309,7 +338,7 @@ class RolloutController:
             except InfrastructureFailure as failure:
                 self._fleet.fence(member, f"did not {what}: {failure}")
 
-        outcomes = await asyncio.gather(*map(tell, self._fleet.in_service), return_exceptions=True)
+        outcomes = await asyncio.gather(*map(tell, self._fleet.obedient), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -364,7 +393,7 @@ class RolloutController:
     async def stats(self) -> EngineStats:
         """Of all engines together. An engine that does not answer in time counts as it was last seen."""
         self._start()
-        members, in_service = self._fleet.members, self._fleet.in_service
+        members, in_service = list(self._fleet.members), self._fleet.in_service
         for member, stats in zip(members, await asyncio.gather(*map(self._stats_of, members)), strict=True):
             member.stats = stats
         shares = [member.stats.cache_use for member in in_service]
@@ -372,8 +401,10 @@ class RolloutController:
             engines=len(in_service),
             running=sum(member.stats.running for member in members),
             waiting=sum(member.stats.waiting for member in members) + self._router.waiting,
-            generated_tokens=sum(member.tokens_before + member.stats.generated_tokens for member in members),
-            busy_seconds=sum(member.busy_before + member.stats.busy_seconds for member in members),
+            generated_tokens=self._fleet.tokens_of_left
+            + sum(member.tokens_before + member.stats.generated_tokens for member in members),
+            busy_seconds=self._fleet.busy_of_left
+            + sum(member.busy_before + member.stats.busy_seconds for member in members),
             cache_use=sum(shares) / len(shares) if shares else 0.0,
         )
 
@@ -392,48 +423,35 @@ class RolloutController:
         Raises InfrastructureFailure when it is not within the deadline, or was given up.
         """
         self._start()
-        member = next((member for member in self._fleet.members if member.name == name), None)
-        if member is None:
-            known = ", ".join(member.name for member in self._fleet.members)
-            raise RunError(f"there is no engine {name!r} to restart; the engines are {known}")
-        self._fleet.fence(member, "a restart was asked for")
-        life, timeout_s = self._fleet.life, self._config.start_timeout_s + self._config.recovery_retry_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                while (state := self._fleet.state(member)) is not EngineState.ACTIVE:
-                    if state is EngineState.GONE:
-                        message = f"engine {name} was given up: {life.failure(name)}"
-                        raise InfrastructureFailure(message, reason=FailureReason.ENGINE_GONE)
-                    await self._fleet.changed.wait()
-        except TimeoutError:
-            message = f"engine {name} did not come back within {timeout_s:g} s: {life.failure(name)}"
-            raise InfrastructureFailure(message, reason=FailureReason.ENGINE_START_DEADLINE) from None
+        await self._membership.restart(name)
+
+    # Who belongs to the fleet.
+
+    async def members(self) -> list[EngineMember]:
+        self._start()
+        return self._membership.members()
+
+    async def add_engine(self) -> str:
+        self._start()
+        return await self._membership.add()
+
+    async def drain_engine(self, name: str) -> None:
+        self._start()
+        # Not in the middle of a sync, which counts on those that take part.
+        async with self._syncing:
+            await self._membership.drain(name)
 
     async def close(self) -> None:
         """End the supervision and close every engine. What is open fails. Idempotent."""
         self._closed = True
         self._router.fail(lambda ticket: True, _closed())
         self._fleet.stop()
-        for supervisor in self._supervisors:
-            supervisor.cancel()
-        await asyncio.gather(*self._supervisors, return_exceptions=True)
-
-        async def close(member: Member) -> None:
-            async with asyncio.timeout(self._config.control_timeout_s):
-                await member.engine.close()
-
-        # An engine that does not close in time is its process's end to see to; the others are closed all the same.
-        await asyncio.gather(*map(close, self._fleet.members), return_exceptions=True)
+        await self._membership.close()
 
     def _start(self) -> None:
         if self._closed:
             raise _closed()
-        if not self._supervisors:
-            self._fleet.start()
-            self._supervisors = [
-                asyncio.create_task(supervise(member, self._fleet), name=f"supervise engine {member.name}")
-                for member in self._fleet.members
-            ]
+        self._membership.start()
 
     def _can_load(self) -> bool:
         states = map(self._fleet.state, self._fleet.members)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping
 
+import msgspec
+
 from penstock import events
 from penstock.engine.config import RolloutControllerConfig
 from penstock.engine.lifecycle import (
@@ -34,37 +36,55 @@ DEAD = frozenset({FailureReason.ENGINE_DIED, FailureReason.ENGINE_CLOSED})
 
 
 class RequestClock:
-    """How long one engine may still take for one request. It stands still while the request is frozen."""
+    """How long one engine may still take for one request.
+
+    It runs while somebody waits for the engine, and stands still while the request is frozen: who reads a stream slowly
+    does not use up the engine's time.
+    """
 
     def __init__(self, on_pause: OnPause, timeout_s: float) -> None:
         self.on_pause = on_pause
         self._timeout_s = timeout_s
-        self._ends: float | None = None
+        self._left: float | None = None
+        """Seconds, at the beginning of a wait; None while it stands still."""
         self._scope: asyncio.Timeout | None = None
 
     async def __aenter__(self) -> None:
         """Raises TimeoutError at the end of the block when the time is up. Entered once for every wait."""
-        self._scope = asyncio.timeout_at(self._ends)
+        self._scope = asyncio.timeout(self._left)
         await self._scope.__aenter__()
 
     async def __aexit__(self, *error: object) -> None:
         scope, self._scope = self._scope, None
         assert scope is not None
+        if (ends := scope.when()) is not None:
+            self._left = max(0.0, ends - asyncio.get_running_loop().time())
         await scope.__aexit__(*error)  # type: ignore[arg-type]
 
     def start(self) -> None:
-        self._set(asyncio.get_running_loop().time() + self._timeout_s)
+        self._set(self._timeout_s)
 
     def stop(self) -> None:
         self._set(None)
 
     def ring(self) -> None:
-        self._set(asyncio.get_running_loop().time())
+        self._set(0.0)
 
-    def _set(self, ends: float | None) -> None:
-        self._ends = ends
+    def _set(self, left: float | None) -> None:
+        self._left = left
         if self._scope is not None and not self._scope.expired():
-            self._scope.reschedule(ends)
+            self._scope.reschedule(None if left is None else asyncio.get_running_loop().time() + left)
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """What a fleet must serve and how, when a controller takes it over."""
+
+    model_step: int = 0
+    """The published one."""
+    kept: KeptWeights | None = None
+    """Those weights, when they can be read again."""
+    paused: bool = False
+    asleep: bool = False
 
 
 class Member:
@@ -73,8 +93,10 @@ class Member:
     def __init__(self, name: str, engine: Engine) -> None:
         self.name = name
         self.engine = engine
-        self.clocks: set[RequestClock] = set()
-        """Of the requests that it was given."""
+        self.clocks: dict[RequestClock, None] = {}
+        """Of the requests that it was given, in that order: what ends them all ends them in the same order always."""
+        self.emptied = asyncio.Event()
+        """Set when it has given back the last of them, and cleared by whoever waits for that."""
         self.attention = asyncio.Event()
         """Set when its supervisor should look at it now."""
         self.recovery: Recover | None = None
@@ -99,7 +121,7 @@ class Fleet:
     """All engines with the weights and the mode they must have."""
 
     def __init__(
-        self, engines: Mapping[str, Engine], config: RolloutControllerConfig, model_step: int, observer: Observer
+        self, engines: Mapping[str, Engine], config: RolloutControllerConfig, standing: Standing, observer: Observer
     ) -> None:
         self.members = [Member(name, engine) for name, engine in engines.items()]
         self.config = config
@@ -109,13 +131,16 @@ class Fleet:
             unavailable_timeout_s=config.unavailable_timeout_s,
             recovery_retry_s=config.recovery_retry_s,
         )
-        self.life = Lifecycle(engines, limits, model_step)
-        self.kept: KeptWeights | None = None
+        self.life = Lifecycle(engines, limits, standing.model_step)
+        self.kept = standing.kept
         """The published weights, when they can be read again; None also while the engines' own are the published."""
+        self.tokens_of_left = 0
+        """Made by engines that have left."""
+        self.busy_of_left = 0.0
         self.load_ended = asyncio.Event()
         self.load_ended.set()
-        self.paused = False
-        self.asleep = False
+        self.paused = standing.paused
+        self.asleep = standing.asleep
         self.draining = False
         """Paused for those who come, while the requests that are here finish before the engines sleep."""
         self.changed = asyncio.Event()
@@ -133,6 +158,12 @@ class Fleet:
     @property
     def in_service(self) -> list[Member]:
         return [member for member in self.members if self.state(member) in IN_SERVICE]
+
+    @property
+    def obedient(self) -> list[Member]:
+        """Those that are told to pause and to go on: in service, or leaving with requests still there."""
+        told = IN_SERVICE | {EngineState.DRAINING}
+        return [member for member in self.members if self.state(member) in told]
 
     @property
     def serving(self) -> list[Member]:
@@ -158,6 +189,22 @@ class Fleet:
 
     def stop(self) -> None:
         self._carry_out(self.life.closed())
+
+    def join(self, name: str, engine: Engine) -> Member:
+        member = Member(name, engine)
+        self.members.append(member)
+        self._carry_out(self.life.joined(name))
+        return member
+
+    def drain(self, member: Member) -> None:
+        self._carry_out(self.life.drains(member.name))
+
+    def leave(self, member: Member, reason: str) -> None:
+        self._carry_out(self.life.left(member.name, reason))
+        member.forget_process()
+        self.tokens_of_left += member.tokens_before
+        self.busy_of_left += member.busy_before
+        self.members.remove(member)
 
     def fence(self, member: Member, failure: str) -> None:
         self._carry_out(self.life.fenced(member.name, failure, self._now()))

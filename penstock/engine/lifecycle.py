@@ -9,9 +9,12 @@
      |                 +--restart--> RECOVERING                 CLOSED: from anywhere
      +--refuses to start--> GONE
 
+    joined ---> RECOVERING                                      leaves: from anywhere --> DRAINING --> LEFT
+
 Only ACTIVE engines are given requests, and there is one way to become ACTIVE: to serve the published model step while
-no sync is under way. Hope is given up exactly when no engine may come back: all are GONE, or AWAITING without a sync
-under way, or, once the alarm has rung, have failed to come back since they were last active.
+no sync is under way; one that joins later has no other. The last one in service does not leave. Hope is given up
+exactly when no engine may come back: all are GONE, or AWAITING without a sync under way, or, once the alarm has rung,
+have failed to come back since they were last active; those that leave or have left do not count.
 """
 
 from __future__ import annotations
@@ -35,11 +38,13 @@ class EngineState(enum.StrEnum):
     LOADING = "loading"
     FENCED = "fenced"
     GONE = "gone"
+    DRAINING = "draining"
+    LEFT = "left"
     CLOSED = "closed"
 
     @property
     def word(self) -> str:
-        """For people: active, fenced or recovering."""
+        """For people: active, fenced, recovering, draining or left."""
         return _WORDS.get(self, self.value)
 
 
@@ -47,17 +52,20 @@ _S = EngineState
 _WORDS = {_S.AWAITING: "recovering", _S.LOADING: "active", _S.GONE: "fenced", _S.CLOSED: "fenced"}
 
 ALLOWED: dict[EngineState, frozenset[EngineState]] = {
-    _S.RECOVERING: frozenset({_S.ACTIVE, _S.AWAITING, _S.FENCED, _S.GONE, _S.CLOSED}),
-    _S.AWAITING: frozenset({_S.RECOVERING, _S.CLOSED}),
-    _S.ACTIVE: frozenset({_S.LOADING, _S.FENCED, _S.CLOSED}),
-    _S.LOADING: frozenset({_S.ACTIVE, _S.FENCED, _S.CLOSED}),
-    _S.FENCED: frozenset({_S.RECOVERING, _S.CLOSED}),
-    _S.GONE: frozenset({_S.CLOSED}),
+    _S.RECOVERING: frozenset({_S.ACTIVE, _S.AWAITING, _S.FENCED, _S.GONE, _S.DRAINING, _S.CLOSED}),
+    _S.AWAITING: frozenset({_S.RECOVERING, _S.DRAINING, _S.CLOSED}),
+    _S.ACTIVE: frozenset({_S.LOADING, _S.FENCED, _S.DRAINING, _S.CLOSED}),
+    _S.LOADING: frozenset({_S.ACTIVE, _S.FENCED, _S.DRAINING, _S.CLOSED}),
+    _S.FENCED: frozenset({_S.RECOVERING, _S.DRAINING, _S.CLOSED}),
+    _S.GONE: frozenset({_S.DRAINING, _S.CLOSED}),
+    _S.DRAINING: frozenset({_S.LEFT, _S.CLOSED}),
+    _S.LEFT: frozenset(),
     _S.CLOSED: frozenset(),
 }
 """From each state, the states an engine may go to."""
 
 IN_SERVICE = frozenset({_S.ACTIVE, _S.LOADING})
+LEAVING = frozenset({_S.DRAINING, _S.LEFT})
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +158,10 @@ class Lifecycle:
     def published(self) -> int:
         return self.history[-1]
 
+    def knows(self, name: str) -> bool:
+        """Also one that has left."""
+        return name in self._engines
+
     def state(self, name: str) -> EngineState:
         return self._engines[name].state
 
@@ -173,7 +185,11 @@ class Lifecycle:
     @property
     def given_up(self) -> str | None:
         """The story of every engine, when none may come back."""
-        return "; ".join(map(self.describe, self._engines)) if self._given_up else None
+        return self._story() if self._given_up else None
+
+    def may_leave(self, name: str) -> bool:
+        """Whether another one is in service."""
+        return any(engine.state in IN_SERVICE for engine in self._engines.values() if engine.name != name)
 
     def _may_come_back(self, engine: _Engine) -> bool:
         if engine.state in IN_SERVICE:
@@ -190,6 +206,32 @@ class Lifecycle:
         self._starting = True
         self._effects += [Recover(name, restart=False) for name in self._engines]
         self._effects.append(Alarm(now + self._limits.start_timeout_s))
+        return self._done()
+
+    def joined(self, name: str) -> list[Effect]:
+        """One more. It begins like one that was restarted."""
+        assert name not in self._engines
+        self._engines[name] = _Engine(name)
+        self._effects += [Tell(name, EngineState.RECOVERING, "joins"), Recover(name, restart=False)]
+        return self._done()
+
+    def drains(self, name: str) -> list[Effect]:
+        """It is to leave, and is given nothing more. The last one in service may not: see `may_leave`."""
+        engine = self._engines[name]
+        if engine.state not in (*LEAVING, EngineState.CLOSED):
+            if engine.state in IN_SERVICE and not self.may_leave(name):
+                raise IllegalTransition(f"engine {name} cannot leave, no other is in service: {self._story()}")
+            self._move(engine, EngineState.DRAINING, "it is to leave")
+        return self._done()
+
+    def left(self, name: str, reason: str) -> list[Effect]:
+        """It has drained; what it still has is taken away from it."""
+        engine = self._engines[name]
+        if engine.state is EngineState.DRAINING:
+            engine.failure = reason
+            engine.times_fenced += 1
+            self._move(engine, EngineState.LEFT, reason)
+            self._effects.append(Fence(name))
         return self._done()
 
     def request_answered(self, name: str) -> None:
@@ -332,7 +374,7 @@ class Lifecycle:
 
     def closed(self) -> list[Effect]:
         for engine in self._engines.values():
-            if engine.state is not EngineState.CLOSED:
+            if engine.state not in (EngineState.CLOSED, EngineState.LEFT):
                 engine.failure = "closed"
                 self._move(engine, EngineState.CLOSED, "closed")
                 self._effects.append(Fence(engine.name))
@@ -341,6 +383,12 @@ class Lifecycle:
         return self._done()
 
     # Inside.
+
+    def _present(self) -> list[_Engine]:
+        return [engine for engine in self._engines.values() if engine.state not in LEAVING]
+
+    def _story(self) -> str:
+        return "; ".join(self.describe(engine.name) for engine in self._present())
 
     def _in_service(self) -> bool:
         return any(engine.state in IN_SERVICE for engine in self._engines.values())
@@ -355,7 +403,7 @@ class Lifecycle:
 
     def _note_failure(self, now: float) -> None:
         """While the engines start for the first time, all get their time; when all have failed, less."""
-        if self._starting and all(engine.failure for engine in self._engines.values()):
+        if self._starting and all(engine.failure for engine in self._present()):
             self._starting = False
             self._effects.append(Alarm(now + self._limits.unavailable_timeout_s))
 
@@ -376,5 +424,5 @@ class Lifecycle:
         effects, self._effects = self._effects, []
         was, self._given_up = self._given_up, given_up
         if given_up and not was:
-            effects.append(GiveUp("; ".join(map(self.describe, self._engines))))
+            effects.append(GiveUp(self._story()))
         return effects

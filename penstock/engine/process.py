@@ -11,24 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
-import socket
 import sys
-from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import msgspec
 
-from penstock.engine.frames import START, Failed, Reply, Setup, error_from_wire, frame, read_frame
+from penstock.child import Child
+from penstock.engine.frames import MAX_FRAME, START, Setup
 from penstock.engine.remote import RemoteEngine
 from penstock.environment import child_environment
 from penstock.errors import InfrastructureFailure, PenstockError
 from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, WeightSource
 from penstock.rollout import FailureReason
-
-LAST_LINES = 20
-_LINE_LIMIT = 2000
+from penstock.wire import Failed, Reply, error_from_wire, frame, read_frame
 
 
 class ProcessEngine:
@@ -57,7 +52,7 @@ class ProcessEngine:
 
     @property
     def pid(self) -> int | None:
-        return self._child.process.pid if self._child is not None else None
+        return self._child.pid if self._child is not None else None
 
     async def generate(self, request: GenerateRequest) -> Completion:
         return await (await self._engine()).generate(request)
@@ -151,44 +146,29 @@ class ProcessEngine:
 
 
 class _Child:
-    """One process, the socket to it, and the last lines it wrote."""
+    """One process, and the engine in it once that is loaded."""
 
-    def __init__(self, process: asyncio.subprocess.Process, channel: socket.socket) -> None:
-        self.process = process
+    def __init__(self, child: Child) -> None:
+        self._child = child
         self.engine: RemoteEngine | None = None
-        self._channel = channel
-        self._writer: asyncio.StreamWriter | None = None
-        self._lines: deque[str] = deque(maxlen=LAST_LINES)
-        self._listening = asyncio.create_task(self._listen(), name=f"stderr of engine {process.pid}")
+
+    @property
+    def pid(self) -> int:
+        return self._child.process.pid
 
     @classmethod
     async def start(cls, python: str, environment: Mapping[str, str]) -> _Child:
-        ours, theirs = socket.socketpair()
         try:
-            # From the loop's own thread: the kernel ends a child with the thread that started it.
-            process = await asyncio.create_subprocess_exec(
-                python,
-                *("-m", "penstock.engine.server", str(theirs.fileno()), str(os.getpid())),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-                pass_fds=(theirs.fileno(),),
-                env=environment,
-                start_new_session=True,
-            )
+            return cls(await Child.start("penstock.engine.server", python=python, environment=environment))
         except OSError as error:
-            ours.close()
             message = f"the engine's process could not be started: {error}"
             raise InfrastructureFailure(message, reason=FailureReason.ENGINE_START) from error
-        finally:
-            theirs.close()
-        return cls(process, ours)
 
     async def connect(self, setup: Setup) -> RemoteEngine:
         """Returns when the model is loaded. Raises the error that the process met, as its own type."""
-        reader, self._writer = await asyncio.open_connection(sock=self._channel)
-        self._writer.write(frame(setup))
-        body = await read_frame(reader)
+        reader, writer = await self._child.connect()
+        writer.write(frame(setup))
+        body = await read_frame(reader, MAX_FRAME)
         if body is None:
             raise await self.death()
         answer = msgspec.msgpack.decode(body, type=Reply | Failed)
@@ -196,66 +176,24 @@ class _Child:
             error: PenstockError = error_from_wire(answer.error)
             raise error
         assert answer.number == START
-        self.engine = RemoteEngine(reader, self._writer, self.death)
+        self.engine = RemoteEngine(reader, writer, self.death)
         return self.engine
 
     async def death(self) -> InfrastructureFailure:
-        """Why the stream ended. A process that closed it and lives on is of no use: it is killed."""
-        try:
-            async with asyncio.timeout(1.0):
-                await self.process.wait()
-        except TimeoutError:
-            self._kill()
-            await self.process.wait()
-        await asyncio.wait([self._listening], timeout=1.0)
-        code = self.process.returncode
-        assert code is not None
-        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        return InfrastructureFailure(f"the engine's process {how}{self.last_words()}", reason=FailureReason.ENGINE_DIED)
+        """Why the stream ended."""
+        story = await self._child.story()
+        return InfrastructureFailure(f"the engine's process {story}", reason=FailureReason.ENGINE_DIED)
 
     def last_words(self) -> str:
-        return "".join(f"\n  {line}" for line in self._lines)
+        return self._child.last_words()
 
     async def end(self, *, grace_s: float) -> None:
         """The process is gone when this returns."""
-        if self.engine is not None:
-            await self.engine.close()
-        elif self._writer is not None:
-            self._writer.close()
-        else:
-            self._channel.close()
         try:
-            async with asyncio.timeout(grace_s):
-                await self.process.wait()
-        except TimeoutError:
-            self._kill()
+            if self.engine is not None:
+                await self.engine.close()
         finally:
-            self._kill()  # also when this is cancelled; harmless when it is gone
-        await self.process.wait()
-        await asyncio.wait([self._listening], timeout=1.0)
-        self._listening.cancel()
-
-    def _kill(self) -> None:
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-
-    async def _listen(self) -> None:
-        assert self.process.stderr is not None
-        rest = b""
-        while chunk := await self.process.stderr.read(1 << 16):
-            *lines, rest = (rest + chunk).split(b"\n")
-            rest = rest[-_LINE_LIMIT:]
-            self._lines.extend(line[-_LINE_LIMIT:].decode(errors="replace") for line in lines if line.strip())
-        if rest.strip():
-            self._lines.append(rest.decode(errors="replace"))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+            await self._child.end(grace_s=grace_s)
 
 
 def _closed() -> InfrastructureFailure:

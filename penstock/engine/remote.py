@@ -10,12 +10,13 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.frames import METHODS, Call, Cancel, Failed, Piece, Reply, error_from_wire, frame, read_frame
+from penstock.engine.frames import MAX_FRAME, METHODS, Piece
 from penstock.errors import InfrastructureFailure, WeightSyncError
 from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, WeightSource
 from penstock.rollout import FailureReason
-from penstock.weights.shared_memory import SharedMemoryBuffer
-from penstock.weights.stored import DiskWeights, SharedMemoryWeights
+from penstock.weights.shared_memory import OwnSharedMemory
+from penstock.weights.stored import StoredWeights
+from penstock.wire import Call, Cancel, Failed, Reply, error_from_wire, frame, read_frame
 
 WhyEnded = Callable[[], Awaitable[InfrastructureFailure]]
 
@@ -32,7 +33,7 @@ class RemoteEngine:
         self._pieces: dict[int, asyncio.Queue[msgspec.Raw | None]] = {}
         """Of open streams."""
         self._end: InfrastructureFailure | None = None
-        self._buffer: SharedMemoryBuffer | None = None
+        self._memory = OwnSharedMemory()
         self._reading = asyncio.create_task(self._read(), name="engine answers")
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -78,12 +79,9 @@ class RemoteEngine:
 
     async def load_weights(self, source: WeightSource, model_step: int) -> LoadedWeights:
         """Stored weights are read by the engine where they are; any others go through shared memory of this engine."""
-        if isinstance(source, SharedMemoryWeights | DiskWeights):
+        if isinstance(source, StoredWeights):
             return await self._load_stored(source, model_step)
-        self._buffer = self._buffer or SharedMemoryBuffer()
-        loaded = await self._load_stored(await asyncio.to_thread(self._buffer.write, source), model_step)
-        self._buffer.confirm()
-        return loaded
+        return await self._memory.load(source, lambda stored: self._load_stored(stored, model_step))
 
     async def model_step(self) -> int:
         step: int = await self._call("model_step")
@@ -107,10 +105,9 @@ class RemoteEngine:
             await self._reading
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
-        if self._buffer is not None:
-            await asyncio.to_thread(self._buffer.close)
+        await self._memory.close()
 
-    async def _load_stored(self, stored: SharedMemoryWeights | DiskWeights, model_step: int) -> LoadedWeights:
+    async def _load_stored(self, stored: StoredWeights, model_step: int) -> LoadedWeights:
         loaded: LoadedWeights = await self._call("load_weights", stored, model_step)
         if loaded.checksum != stored.checksum:
             raise WeightSyncError(f"weights {model_step}: sent {stored.checksum}, received {loaded.checksum}")
@@ -138,7 +135,7 @@ class RemoteEngine:
     async def _read(self) -> None:
         problem: Exception | None = None
         try:
-            while (body := await read_frame(self._reader)) is not None:
+            while (body := await read_frame(self._reader, MAX_FRAME)) is not None:
                 self._take(msgspec.msgpack.decode(body, type=Reply | Failed | Piece))
         except (InfrastructureFailure, msgspec.MsgspecError) as error:
             problem = error

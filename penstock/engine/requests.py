@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -63,22 +62,6 @@ def check_scores(scores: bytes, ids: bytes) -> None:
             f"engine scored {len(ids) // 4} tokens with {len(scores) // 4} logprobs, finite or not",
             reason=FailureReason.ENGINE_NONSENSE,
         )
-
-
-def joined(pieces: Sequence[Completion]) -> Completion:
-    """The answer that was streamed in these pieces."""
-    steps: list[tuple[int, int]] = []
-    for step, count in (run for piece in pieces for run in piece.steps):
-        if steps and steps[-1][0] == step:
-            steps[-1] = (step, steps[-1][1] + count)
-        else:
-            steps.append((step, count))
-    return Completion(
-        ids=b"".join(piece.ids for piece in pieces),
-        logprobs=b"".join(piece.logprobs for piece in pieces),
-        finish_reason=pieces[-1].finish_reason,
-        steps=tuple(steps),
-    )
 
 
 def rest_of(completion: Completion, sent: int) -> Completion:

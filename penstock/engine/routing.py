@@ -1,14 +1,15 @@
 """Which engine gets which request: that of its group, because it has computed the prompt; else the least loaded.
 
-Requests that find every engine full wait in one line, first come, first served, and no clock runs. While the fleet is
-paused only those that are served are seated, and a frozen request holds no place; before it sleeps, those that are here
-are seated, and none that comes later.
+Requests that find every engine full wait in one line, first come, first served, and no clock runs. Those of judges have
+a line of their own, which goes first, and places that nobody else gets: finished rollouts wait for them. While the
+fleet is paused only those that are served are seated, and a frozen request holds no place; before it sleeps, those that
+are here are seated, and none that comes later.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection
 
 from penstock.engine.health import Fleet, Member, RequestClock
@@ -21,10 +22,11 @@ REMEMBERED_GROUPS = 4096
 class Ticket:
     """One request, for as long as it waits or is served. Given from engine to engine it stays the same."""
 
-    def __init__(self, request_id: str, group_id: str, on_pause: OnPause) -> None:
+    def __init__(self, request_id: str, group_id: str, on_pause: OnPause, judging: bool = False) -> None:
         self.request_id = request_id
         self.group_id = group_id
         self.on_pause = on_pause
+        self.judging = judging
         self.avoid: list[str] = []
         """Engines that failed it; another is asked if there is any."""
         self.place: asyncio.Future[Member | None] = asyncio.get_running_loop().create_future()
@@ -33,13 +35,20 @@ class Ticket:
 
 
 class Router:
-    def __init__(self, fleet: Fleet, max_requests_per_engine: int) -> None:
+    def __init__(self, fleet: Fleet, max_requests_per_engine: int, judge_places: int = 0) -> None:
+        """Of the places of each engine, `judge_places` are for judges only, from the first that asks on; at least one
+        is for everybody."""
         self._fleet = fleet
-        self._limit = max_requests_per_engine
+        self._limit = self._open_limit = max_requests_per_engine
+        self._judge_places = judge_places
         self._line: deque[Ticket] = deque()
-        self._seated: dict[Member, dict[Ticket, RequestClock]] = {member: {} for member in fleet.members}
+        self._judges: deque[Ticket] = deque()
+        self._seated: defaultdict[Member, dict[Ticket, RequestClock]] = defaultdict(dict)
+        """Of engines that have any."""
         self._kept: Counter[Member] = Counter()
         """How many of those seated are kept: frozen, while the fleet is paused."""
+        self._judging: Counter[Member] = Counter()
+        """How many of those seated are judges'."""
         self._groups: OrderedDict[str, Member] = OrderedDict()
         self.last: frozenset[Ticket] = frozenset()
         """While the fleet drains: those that are seated still."""
@@ -47,29 +56,36 @@ class Router:
     @property
     def everyone(self) -> list[Ticket]:
         """Seated or in line."""
-        return [*(ticket for seated in self._seated.values() for ticket in seated), *self._line]
+        return [*(ticket for seated in self._seated.values() for ticket in seated), *self._judges, *self._line]
+
+    def seated(self, member: Member) -> list[Ticket]:
+        return list(self._seated.get(member, ()))
 
     @property
     def waiting(self) -> int:
-        return len(self._line)
+        return len(self._judges) + len(self._line)
 
     async def take_place(self, ticket: Ticket) -> Member | None:
         """Wait for an engine with room. None when aborted meanwhile.
 
         Raises EngineUnavailable when no engine is active for too long. Give the place back with `leave`.
         """
+        line = self._judges if ticket.judging else self._line
+        if ticket.judging:
+            self._open_limit = max(1, self._limit - self._judge_places)
         if ticket.place.done():  # it had a place before, and does not queue up again
             ticket.place = asyncio.get_running_loop().create_future()
-            self._line.appendleft(ticket)
+            line.appendleft(ticket)
         else:
-            self._line.append(ticket)
+            line.append(ticket)
         if self._may_sit(ticket) or self._fleet.unavailable is not None:
             self.assign()
         try:
             return await ticket.place
         except asyncio.CancelledError:
-            if ticket in self._line:
-                self._line.remove(ticket)
+            line = self._judges if ticket.judging else self._line
+            if ticket in line:
+                line.remove(ticket)
             if ticket.place.done() and not ticket.place.cancelled() and ticket.place.exception() is None:
                 member = ticket.place.result()
                 if member is not None:
@@ -82,24 +98,32 @@ class Router:
 
     def leave(self, member: Member, ticket: Ticket) -> None:
         clock = self._seated[member].pop(ticket)
-        member.clocks.discard(clock)
+        member.clocks.pop(clock, None)
         self._kept[member] -= ticket.on_pause == "keep"
+        self._judging[member] -= ticket.judging
+        if not self._seated[member]:
+            del self._seated[member], self._kept[member], self._judging[member]
+            member.emptied.set()
         self.assign()
 
     def assign(self) -> None:
         """Seat those who wait, as far as there is room. Called whenever there may be."""
-        if self._line and (unavailable := self._fleet.unavailable) is not None:
+        if self.waiting and (unavailable := self._fleet.unavailable) is not None:
             self.fail(lambda ticket: True, unavailable)
+        self._seat_from(self._judges, judging=True)
+        self._seat_from(self._line, judging=False)
+
+    def _seat_from(self, line: deque[Ticket], *, judging: bool) -> None:
         passed_over = []
-        room = self._room()
-        while self._line and room:
-            ticket = self._line.popleft()
+        room = self._room(judging) if line else []
+        while line and room:
+            ticket = line.popleft()
             if self._may_sit(ticket):
                 self._seat(ticket, self._choose(ticket, room))
-                room = self._room()
+                room = self._room(judging)
             else:
                 passed_over.append(ticket)
-        self._line.extendleft(reversed(passed_over))
+        line.extendleft(reversed(passed_over))
 
     def abort(self, chosen: Callable[[Ticket], bool]) -> None:
         """Those of the line that are chosen."""
@@ -113,11 +137,10 @@ class Router:
                 ticket.place.set_exception(error)
 
     def _take_out(self, chosen: Callable[[Ticket], bool]) -> list[Ticket]:
-        taken: list[Ticket] = []
-        left: deque[Ticket] = deque()
-        for ticket in self._line:
-            (taken if chosen(ticket) else left).append(ticket)
-        self._line = left
+        taken = [ticket for ticket in (*self._judges, *self._line) if chosen(ticket)]
+        gone = set(taken)
+        self._judges = deque(ticket for ticket in self._judges if ticket not in gone)
+        self._line = deque(ticket for ticket in self._line if ticket not in gone)
         return taken
 
     def _may_sit(self, ticket: Ticket) -> bool:
@@ -132,20 +155,25 @@ class Router:
             return
         clock = RequestClock(ticket.on_pause, self._fleet.config.request_timeout_s)
         clock.start()
-        member.clocks.add(clock)
+        member.clocks[clock] = None
         self._seated[member][ticket] = clock
         self._kept[member] += ticket.on_pause == "keep"
+        self._judging[member] += ticket.judging
         ticket.place.set_result(member)
 
     def _load(self, member: Member) -> int:
-        seated = len(self._seated[member])
+        seated = len(self._seated.get(member, ()))
         if not self._fleet.paused or self._fleet.draining:
             return seated
         return seated - self._kept[member]
 
-    def _room(self) -> list[Member]:
+    def _room(self, judging: bool) -> list[Member]:
         """Those that can be given another."""
-        return [member for member in self._fleet.serving if self._load(member) < self._limit]
+        return [member for member in self._fleet.serving if self._has_room(member, judging)]
+
+    def _has_room(self, member: Member, judging: bool) -> bool:
+        load = self._load(member)
+        return load < self._limit and (judging or load - self._judging[member] < self._open_limit)
 
     def _choose(self, ticket: Ticket, room: list[Member]) -> Member:
         room = _others(room, ticket.avoid)

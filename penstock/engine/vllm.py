@@ -56,7 +56,8 @@ from penstock.models.resolve import read_json
 from penstock.models.rounding import rounded
 from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, Tokenizer, WeightSource
 from penstock.rollout import FailureReason, pack_logprobs, unpack_ids
-from penstock.weights.stored import DiskWeights, SharedMemoryWeights, StoredWeights
+from penstock.weights.adapter import on_base
+from penstock.weights.stored import StoredWeights
 
 BACKEND = "penstock"
 CORE_DIED = 70
@@ -223,7 +224,7 @@ class VllmEngine:
             await self._door.wake()
 
     async def load_weights(self, source: WeightSource, model_step: int) -> LoadedWeights:
-        if not isinstance(source, SharedMemoryWeights | DiskWeights):
+        if not isinstance(source, StoredWeights):
             raise WeightSyncError(f"vLLM loads stored weights only, not {type(source).__name__}; the old ones are kept")
         return await self.load_stored(source, model_step)
 
@@ -388,7 +389,7 @@ class StoredWeightTransfer(WeightTransferEngine[NoInit, StoredUpdate]):
     def receive_weights(self, update_info: StoredUpdate) -> None:
         stored = msgspec.json.decode(update_info.stored, type=StoredWeights)
         with stored.receive() as received:
-            given = dict(received.tensors())
+            given = dict(on_base(received, Path(self.model_config.model)).tensors())
             self._check(given)
             self.intact = False
             # Layer by layer: the weights in use are packed, so they cannot be written in place. The views of `given`

@@ -18,7 +18,7 @@ import asyncio
 import logging
 
 from penstock.errors import UserFunctionError
-from penstock.judger.pool import CallFailed
+from penstock.judger.failure import CallFailed
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,12 @@ import pydantic
 from penstock.config import nearest
 from penstock.errors import ConfigError
 from penstock.judger.breaker import Debut
-from penstock.judger.config import JudgerConfig, build_part
+from penstock.judger.config import JudgerConfig, build_part, output_of
+from penstock.judger.contract import Seconds
+from penstock.judger.failure import CallFailed
 from penstock.judger.handler import handler_problems
-from penstock.judger.native import FunctionCaller, NativeJudgerConfig, Seconds
-from penstock.judger.pool import CallFailed, PoolLimits
+from penstock.judger.native import FunctionCaller, NativeJudgerConfig, as_verdict
+from penstock.judger.pool import PoolLimits
 from penstock.ports import Judger, Local, Placement
 from penstock.rollout import Group, RolloutState, Unjudged, Verdict
 
@@ -35,10 +37,15 @@ class ComposedJudgerConfig(JudgerConfig):
     """
 
     branches: dict[str, JudgerConfig] = {}
+    """By data source."""
     all_of: dict[str, JudgerConfig] = {}
+    """By a name of your own."""
     merge: Callable[..., Any] | str | None = None
+    """A function, `package.module.name`, or `file.py:name`."""
     weights: dict[str, float] = {}
+    """By the names of `all_of`."""
     merge_timeout_s: Seconds = 30.0
+    """Deadline of one call of `merge`."""
 
     @pydantic.field_validator("branches", "all_of", mode="before")
     @classmethod
@@ -58,6 +65,10 @@ class ComposedJudgerConfig(JudgerConfig):
         limited = [sources for sources in served if sources is not None]
         return frozenset.intersection(*limited) if limited else None
 
+    @property
+    def asks_engine(self) -> bool:
+        return any(part.asks_engine for part in (*self.branches.values(), *self.all_of.values()))
+
     def problems(self) -> Iterator[str]:
         if bool(self.branches) == bool(self.all_of):
             yield "a composed judger needs either branches (one per data source) or all_of (merged), and not both"
@@ -69,7 +80,7 @@ class ComposedJudgerConfig(JudgerConfig):
         if self.merge is not None:
             if not self.all_of:
                 yield "merge is given and all_of is empty; branches are not merged"
-            yield from handler_problems(self.merge, field="merge", merges=True)
+            yield from handler_problems(self.merge, field="merge")
         if self.weights and set(self.weights) != set(self.all_of):
             yield f"weights names {sorted(self.weights)}; it must name all_of's {sorted(self.all_of)}"
 
@@ -80,8 +91,8 @@ class ComposedJudgerConfig(JudgerConfig):
         if self.branches:
             return ComposedJudger({name: build_part(part, placement) for name, part in self.branches.items()})
         assert self.merge is not None
-        limits = PoolLimits(num_workers=1, timeout_s=self.merge_timeout_s)
-        merge = FunctionCaller(self.merge, limits, max_concurrency=64, takes_verdicts=True)
+        limits = PoolLimits(num_workers=1, timeout_s=self.merge_timeout_s, output=output_of(placement))
+        merge = FunctionCaller(self.merge, limits, max_concurrency=64, kind="merge")
         return MergedJudger({n: build_part(part, placement) for n, part in self.all_of.items()}, merge, self.weights)
 
 
@@ -178,7 +189,8 @@ class MergedJudger(_Several):
             verdicts[name] = answer if self._merge.pool is None else msgspec.to_builtins(answer)
         wait_until = asyncio.get_running_loop().time() + MERGE_WAIT_S
         try:
-            merged = await self._merge.call([verdicts, self._weights] if self._weights else [verdicts], wait_until)
+            arguments = [verdicts, self._weights] if self._weights else [verdicts]
+            merged = as_verdict(await self._merge.call(arguments, wait_until))
         except CallFailed as failure:
             self._debut.fail(failure)
             return failure.as_unjudged("merge: ")

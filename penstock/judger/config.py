@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penstock.config import Config
@@ -18,6 +18,11 @@ class JudgerConfig(Config, abc.ABC):
         """The data sources it serves; None for any. Rows of another source are found when the dataset is scanned."""
         return None
 
+    @property
+    def asks_engine(self) -> bool:
+        """Whether it asks the engines of the run that it judges; places are kept for it there then."""
+        return False
+
     @abc.abstractmethod
     def build(self, placement: Placement = Local()) -> Judger:  # noqa: B008 - it has no state
         """A judger of its own. What training and evaluation share is built by a `JudgerSet`."""
@@ -30,8 +35,18 @@ class JudgerSet:
     a composed judger's branches are shared too.
     """
 
-    def __init__(self, placement: Placement | None = None) -> None:
+    def __init__(
+        self,
+        placement: Placement | None = None,
+        *,
+        output: str | None = None,
+        ports: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`output` is the file to which what reward functions print is added; None: standard error. `ports` are what
+        judgers may ask for: the engines of the run (`RunEngine`), its tokenizer."""
+        self.output = output
         self._placement = placement or Local()
+        self.ports = dict(ports or {})
         self._built: list[tuple[JudgerConfig, Judger]] = []
 
     def get(self, config: JudgerConfig) -> Judger:
@@ -43,21 +58,31 @@ class JudgerSet:
         return judger
 
     def place(self, description: Description, ports: Mapping[str, Any]) -> Any:
-        return self._placement.place(description, ports)
+        return self._placement.place(description, {**self.ports, **ports})
 
     async def metrics(self) -> dict[str, float]:
         """Of all judgers together."""
-        total: dict[str, float] = {}
-        for _, judger in self._built:
-            for name, value in (await judger.metrics()).items():
-                total[name] = max(total.get(name, 0.0), value) if "latency" in name else total.get(name, 0.0) + value
-        return total
+        return added_up([await judger.metrics() for _, judger in self._built])
 
     async def close(self) -> None:
         """Close every judger; a second call finds nothing to do."""
         built, self._built = self._built, []
         for _, judger in built:
             await judger.close()
+
+
+def output_of(placement: Placement) -> str | None:
+    """Where what a reward function prints goes: a judger that no set builds writes to standard error."""
+    return placement.output if isinstance(placement, JudgerSet) else None
+
+
+def added_up(told: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of several judgers as one's; of latencies the longest."""
+    total: dict[str, float] = {}
+    for metrics in told:
+        for name, value in metrics.items():
+            total[name] = max(total.get(name, 0.0), value) if "latency" in name else total.get(name, 0.0) + value
+    return total
 
 
 def build_part(config: JudgerConfig, placement: Placement) -> Judger:

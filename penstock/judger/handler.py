@@ -10,13 +10,14 @@ import importlib.machinery
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from penstock.config import dotted_name
 from penstock.errors import ConfigError
-from penstock.judger.worker import Setup, describe_error, load_function
+from penstock.judger.calling import Calling
+from penstock.judger.worker import Kind, Setup, describe_error, load_function
 
 Handler = Callable[..., Any] | str
 """A function, `package.module.name`, `package.module:name`, or `path/to/file.py:name`."""
@@ -36,7 +37,7 @@ def resolve_handler(handler: Handler) -> Callable[..., Any]:
         raise ConfigError(f"{handler!r} cannot be loaded: {describe_error(error)}") from error
 
 
-def locate_handler(handler: Handler, *, takes_verdicts: bool = False) -> Setup:
+def locate_handler(handler: Handler, *, kind: Kind = "judge", hooks: tuple[str, ...] = ()) -> Setup:
     """What a worker needs to load it. Raises ConfigError with the reason when no worker could."""
     if isinstance(handler, str):
         resolve_handler(handler)
@@ -47,75 +48,15 @@ def locate_handler(handler: Handler, *, takes_verdicts: bool = False) -> Setup:
         module=found.module,
         file=found.file,
         name=found.name,
-        takes_verdicts=takes_verdicts,
+        kind=kind,
+        hooks=hooks,
         sys_path=tuple(entry or str(Path.cwd()) for entry in sys.path)
         + ((str(Path(found.file).parent),) if found.file else ()),
     )
 
 
-VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""The names by which verl gives a reward function what it may ask for."""
-
-_FOREIGN = {
-    "completions": "TRL's: it gets lists of a whole batch",
-    "solution_strs": "that of verl's batch manager: it gets lists of a whole batch",
-    "queries": "OpenRLHF's: it gets lists of a whole batch",
-}
-"""Parameters by which a reward function of another framework is known that cannot be called for one answer."""
-
-
-def keyword_names(function: Callable[..., Any]) -> tuple[str, ...] | None:
-    """The names by which a reward function written for verl is called; None when it is called in order, as ours are.
-
-    verl's order is not ours: its first parameter may be the data source, and its third a setting.
-    """
-    parameters = _parameters(function)
-    if "solution_str" not in parameters:
-        return None
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return VERL_NAMES
-    return tuple(name for name in VERL_NAMES if name in parameters)
-
-
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a function without a readable signature
-        return {}
-
-
-def _call_problems(function: Callable[..., Any]) -> Iterator[str]:
-    """Why it cannot be called with an answer, its label and the row's extra information."""
-    names = keyword_names(function)
-    called_as = "(response, label, extra_info)"
-    parameters = _parameters(function)
-    for name, whose in _FOREIGN.items():
-        if name in parameters:
-            yield (
-                f"has the parameter {name!r}, so its signature is {whose}; it is called as {called_as}, once per "
-                "answer: write a function of that form which calls it"
-            )
-            return
-    if names is None and next(iter(parameters), None) == "data_source":
-        yield (
-            f"has the first parameter 'data_source', but it is called as {called_as}; name the parameters as verl does "
-            f"({', '.join(VERL_NAMES)}), or write a function of that form which calls it"
-        )
-        return
-    try:
-        if names is None:
-            inspect.signature(function).bind("response", "label", {})
-        else:
-            inspect.signature(function).bind(**dict.fromkeys(names))
-    except TypeError as error:
-        shown = called_as if names is None else f"({', '.join(f'{name}=...' for name in names)}), as verl does"
-        yield f"is called as {shown}: {error}"
-    except ValueError:
-        pass  # a function without a readable signature
-
-
-def handler_problems(handler: Handler, *, field: str, merges: bool = False) -> Iterator[str]:
-    """Why this function cannot be used, for `Config.problems`."""
+def handler_problems(handler: Handler, *, field: str, calling: Callable[[Any], Calling] | None = None) -> Iterator[str]:
+    """Why this function cannot be used, for `Config.problems`. `calling` says how it is called."""
     try:
         function = resolve_handler(handler)
         if not is_async(function):
@@ -123,27 +64,11 @@ def handler_problems(handler: Handler, *, field: str, merges: bool = False) -> I
     except ConfigError as error:
         yield from (f"{field}: {problem}" for problem in error.problems)
         return
-    for problem in () if merges else _call_problems(function):
+    for problem in calling(function).problems(function) if calling is not None else ():
         yield f"{field}: {dotted_name(function)} {problem}"
     for module, extra in getattr(function, "penstock_needs", ()):
         if importlib.util.find_spec(module) is None:
             yield f"{field}: {dotted_name(function)} needs {module}; install it with: pip install 'penstock[{extra}]'"
-
-
-def _foreign(parameters: list[str]) -> str:
-    """What is wrong with a function written for another framework; its first arguments would be taken for ours."""
-    called = "is called as (response, label, extra_info)"
-    if {"solution_str", "data_source"} & set(parameters):
-        return (
-            f"is written for verl and {called}: give a function that passes them on, "
-            "`def reward(response, label, extra_info): return compute_score(SOURCE, response, label, extra_info)`"
-        )
-    if "completions" in parameters:
-        return (
-            f"is written for TRL and {called}: give a function that passes them on, "
-            "`def reward(response, label, extra_info): return f(prompts=[...], completions=[response], ...)[0]`"
-        )
-    return ""
 
 
 def handler_name(handler: Handler) -> str:

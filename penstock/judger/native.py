@@ -2,7 +2,8 @@
 
 `reward_handler(response, label, extra_info)` gets the answer's text, the ground truth and the row's extra information,
 and returns a number, or a dict with `score`; other numbers in the dict become the verdict's parts, `text` its text.
-One with verl's parameter names (`solution_str`, ...) is called by those names.
+Of a rollout with several turns, `extra_info["turns"]` has what the model wrote and what tools said, apart.
+One with verl's parameter names (`solution_str`, ...) is called by those names; `calling.py` has the other ways.
 Whatever else happens is Unjudged with the reason: no score is ever made up.
 
 A synchronous function runs in worker processes. An async one runs on the event loop, with the same deadline.
@@ -10,168 +11,175 @@ A synchronous function runs in worker processes. An async one runs on the event 
 
 from __future__ import annotations
 
-import asyncio
-import collections
-import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import pydantic
 
-from penstock.judger.breaker import Breaker, Debut
-from penstock.judger.config import JudgerConfig
+from penstock.judger.calling import Calling, Columns, GroupOrder, InOrder, verl_calling
+from penstock.judger.config import output_of
+from penstock.judger.contract import Answer, Calls, ContractConfig, ContractJudger, Count, Seconds, Try
+from penstock.judger.failure import CallFailed
 from penstock.judger.handler import (
-    VERL_NAMES,
     Handler,
     handler_name,
     handler_problems,
     is_async,
-    keyword_names,
     locate_handler,
     resolve_handler,
 )
-from penstock.judger.pool import CallFailed, PoolLimits, WorkerPool
+from penstock.judger.pool import PoolLimits, WorkerPool
 from penstock.judger.slots import NoSlot, Slots
-from penstock.judger.worker import Arguments, Reply, call_function, describe_failure, judge_value
-from penstock.ports import Description, Judger, Local, Placement, actor_problems
-from penstock.rollout import RolloutState, Unjudged, Verdict
-
-Seconds = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, pydantic.Field(ge=1)]
+from penstock.judger.worker import Arguments, Kind, Reply, call_function, describe_failure, judge_value, with_hooks
+from penstock.ports import Judger, Local, Placement
+from penstock.rollout import Group, RolloutState, Unjudged, Verdict
 
 logger = logging.getLogger(__name__)
 
-_OUR_OWN = ("busy", "closed")
-"""Ends of a call that say nothing about the judge: not repeated, not counted by the breaker."""
 
-
-class NativeJudgerConfig(JudgerConfig):
+class NativeJudgerConfig(ContractConfig):
     """A Python function as a judge, with its deadline, retries and worker processes."""
 
     reward_handler: Callable[..., Any] | str
     """A function, `package.module.name`, or `file.py:name`."""
-    timeout_s: Seconds = 30.0
-    """Deadline of one call, counted from when it has a worker."""
-    max_retries: Annotated[int, pydantic.Field(ge=0)] = 2
-    """How often a call that gave no verdict is repeated."""
-    max_wait_s: Seconds = 600.0
-    """Longest wait of a rollout for a free worker or for an open circuit, over all its calls."""
+    per_group: bool = False
+    """Call it once for a whole group, as `reward_handler(responses, label, extra_info)`; it returns one score per
+    answer, None for one that it does not judge."""
     num_workers: Count = 2
     """Worker processes; each runs one call of a synchronous function at a time."""
     start_timeout_s: Seconds = 60.0
     """How long a worker may take to import the function's module."""
     max_calls_per_worker: Count = 10_000
+    """After so many a worker is replaced."""
     max_worker_memory: Count = 2 << 30
     """Resident bytes; a worker above it is replaced, during a call or after it."""
     environment: list[str] = []
     """Variables that a worker gets besides those that every program needs (an API key); see `penstock.environment`."""
-    max_concurrency: Count = 64
-    """Calls of an async function at a time."""
-    breaker_failures: Count = 20
-    """Rollouts in a row without a verdict after which the circuit opens."""
-    breaker_backoff_s: Seconds = 1.0
-    """Wait before the first probe of an open circuit; doubles up to a minute."""
-    cache_size: Annotated[int, pydantic.Field(ge=0)] = 0
-    """Verdicts remembered; 0 for none. For functions that always answer the same."""
-    version: str = ""
-    """Part of the cache's key: change it when the function's meaning changes."""
-    num_ray_actors: Annotated[int, pydantic.Field(ge=0)] = 0
-    num_cpus_per_actor: Annotated[float, pydantic.Field(gt=0)] = 1
-    cpu_memory_per_actor: Count = 1 << 30
+
+    @property
+    def actors_name(self) -> str:
+        return f"judger {handler_name(self.reward_handler)}"
+
+    def actors_environment(self) -> tuple[str, ...]:
+        return tuple(self.environment)
 
     def problems(self) -> Iterator[str]:
-        yield from handler_problems(self.reward_handler, field="reward_handler")
-        yield from actor_problems(self.num_ray_actors)
+        yield from handler_problems(self.reward_handler, field="reward_handler", calling=self.calling)
+
+    def calling(self, function: Callable[..., Any]) -> Calling:
+        """How the function is called."""
+        if self.per_group:
+            return GroupOrder()
+        return verl_calling(function, {}) or InOrder()
 
     def build(self, placement: Placement = Local()) -> Judger:  # noqa: B008 - it has no state
         """Raises ConfigError when the function cannot be used. Worker processes start with the first call."""
-        judger: Judger = placement.place(
-            Description(
-                name=f"judger {handler_name(self.reward_handler)}",
-                build=NativeJudger,
-                arguments={"config": self},
-                num_actors=self.num_ray_actors,
-                num_cpus=self.num_cpus_per_actor,
-                memory=self.cpu_memory_per_actor,
-            ),
-            {},
-        )
-        return judger
+        output = None if self.num_ray_actors else output_of(placement)
+        return self.placed(placement, NativeJudger, output=output)
+
+
+class VerlRewardConfig(NativeJudgerConfig):
+    """A reward function written for verl; see `verl_reward`."""
+
+    reward_kwargs: dict[str, Any] = {}
+    """Settings that the function gets by name, as in verl's `custom_reward_function.reward_kwargs`."""
+
+    def calling(self, function: Callable[..., Any]) -> Calling:
+        return verl_calling(function, self.reward_kwargs) or InOrder()
+
+
+class TrlRewardConfig(NativeJudgerConfig):
+    """A reward function written for TRL; see `trl_reward`."""
+
+    conversational: bool = False
+    """Whether prompts and completions are lists of messages, as TRL has them for such datasets; else they are texts."""
+    label: str = pydantic.Field(default="ground_truth", min_length=1)
+    """Under which name the function is given the ground truths."""
+
+    def calling(self, function: Callable[..., Any]) -> Calling:
+        return Columns(function, conversational=self.conversational, label=self.label)
+
+
+def verl_reward(
+    handler: Handler, *, reward_kwargs: Mapping[str, Any] | None = None, **settings: Any
+) -> VerlRewardConfig:
+    """A reward function written for verl, unchanged: `compute_score(data_source, solution_str, ground_truth,
+    extra_info)`, a number or a dict with `score`; those of the parameters that it has are given to it by name.
+
+    A function, `file.py:name`, `package.module.name`, or `file.py` with a `compute_score` in it. `settings` are fields
+    of NativeJudgerConfig.
+    """
+    if isinstance(handler, str) and handler.endswith(".py"):
+        handler = f"{handler}:compute_score"
+    return VerlRewardConfig(reward_handler=handler, reward_kwargs=dict(reward_kwargs or {}), **settings)
+
+
+def trl_reward(
+    handler: Handler, *, conversational: bool = False, label: str = "ground_truth", **settings: Any
+) -> TrlRewardConfig:
+    """A reward function written for TRL, unchanged: `f(prompts, completions, **columns) -> list[float | None]`.
+
+    It is called once per group. Columns are the keys of `extra_info`, `data_source`, and the ground truth under the
+    name `label`. None leaves a rollout unjudged. `settings` are fields of NativeJudgerConfig.
+    """
+    return TrlRewardConfig(reward_handler=handler, conversational=conversational, label=label, **settings)
 
 
 class FunctionCaller:
     """Runs one function where it belongs, each call with its deadline. Raises CallFailed, and nothing else."""
 
     def __init__(
-        self, handler: Handler, limits: PoolLimits, max_concurrency: int, takes_verdicts: bool = False
+        self,
+        handler: Handler,
+        limits: PoolLimits,
+        max_concurrency: int,
+        kind: Kind = "judge",
+        hooks: tuple[str, ...] = (),
     ) -> None:
         self.name = handler_name(handler)
-        self._function = resolve_handler(handler)
-        self.names = None if takes_verdicts else keyword_names(self._function)
-        """By which the function is called; None: in order."""
+        self._kind: Kind = kind
         self._timeout_s = limits.timeout_s
         self._slots = Slots(max_concurrency)
-        self._abandoned: set[asyncio.Task[Reply]] = set()
+        self._calls = Calls()
+        function = resolve_handler(handler)
         self.pool: WorkerPool | None = None
-        if not is_async(self._function):
-            self.pool = WorkerPool(locate_handler(handler, takes_verdicts=takes_verdicts), limits)
+        if not is_async(function):
+            self.pool = WorkerPool(locate_handler(handler, kind=kind, hooks=hooks), limits)
+        self._function = with_hooks(function, hooks)
 
-    async def call(self, arguments: Arguments, wait_until: float) -> Verdict:
+    async def call(self, arguments: Arguments, wait_until: float) -> Reply:
+        """A reply that is no refusal."""
         if self.pool is not None:
             reply = await self.pool.call(arguments, wait_until)
         else:
             try:
                 async with self._slots.take(wait_until):
-                    reply = await self._on_the_loop(arguments)
+                    reply = await self._calls.within(self._timeout_s, self._guarded(arguments))
             except NoSlot:
                 raise CallFailed("busy", f"all {self._slots.size} concurrent calls were taken") from None
         if "unjudged" in reply:
             known = {name: reply[name] for name in ("way", "detail", "plain_bug") if name in reply}
             raise CallFailed("abstention", reply["unjudged"], **known)
-        try:
-            verdict = msgspec.convert(reply, Verdict)
-        except msgspec.ValidationError as error:  # only a function that writes to the channel itself gets here
-            raise CallFailed("worker_death", f"the worker answered nonsense: {error}") from None
-        if not all(math.isfinite(number) for number in (verdict.score, *verdict.parts.values())):
-            raise CallFailed("worker_death", "the worker answered with a number that is not finite")
-        return verdict
-
-    async def _on_the_loop(self, arguments: Arguments) -> Reply:
-        task = asyncio.get_running_loop().create_task(self._guarded(arguments), name="judger call")
-        try:
-            await asyncio.wait({task}, timeout=self._timeout_s)
-        finally:
-            if not task.done():
-                task.cancel()
-                # Not awaited: a function that swallows its cancellation must not hold up the rollout too.
-                self._abandoned.add(task)
-                task.add_done_callback(self._abandoned.discard)
-        if not task.done():
-            raise CallFailed("timeout", f"no answer within {self._timeout_s:g} s; the call was cancelled")
-        if task.cancelled():
-            raise CallFailed("abstention", "raised CancelledError")
-        return task.result()
+        return reply
 
     async def _guarded(self, arguments: Arguments) -> Reply:
         try:
-            return judge_value(await call_function(self._function, arguments))
+            return judge_value(await call_function(self._function, arguments), self._kind)
         except (Exception, SystemExit) as error:
             return describe_failure(error, self._function)
 
     async def close(self) -> None:
-        for task in self._abandoned:
-            if not task.get_loop().is_closed():
-                task.cancel()
+        self._calls.close()
         if self.pool is not None:
             await self.pool.close()
 
 
-class NativeJudger(Judger):
-    def __init__(self, config: NativeJudgerConfig) -> None:
-        self._config = config
+class NativeJudger(ContractJudger):
+    def __init__(self, config: NativeJudgerConfig, output: str | None = None) -> None:
+        super().__init__(handler_name(config.reward_handler), config)
         limits = PoolLimits(
             num_workers=config.num_workers,
             timeout_s=config.timeout_s,
@@ -179,20 +187,19 @@ class NativeJudger(Judger):
             max_calls=config.max_calls_per_worker,
             max_memory=config.max_worker_memory,
             environment=tuple(config.environment),
+            output=output,
         )
-        self._caller = FunctionCaller(config.reward_handler, limits, config.max_concurrency)
-        if self._caller.names is not None:
-            name, names = handler_name(config.reward_handler), ", ".join(self._caller.names)
-            logger.warning("%s has the signature of verl's reward functions; it is called by name: %s", name, names)
-        self._breaker = Breaker(config.breaker_failures, config.breaker_backoff_s, max(60.0, config.breaker_backoff_s))
-        self._debut = Debut(handler_name(config.reward_handler), config.breaker_failures)
-        self._cache: collections.OrderedDict[bytes, Verdict] = collections.OrderedDict()
-        self._counts: collections.Counter[str] = collections.Counter()
-        self._seconds = 0.0
-
-    @property
-    def name(self) -> str:
-        return handler_name(self._config.reward_handler)
+        self._calling = config.calling(resolve_handler(config.reward_handler))
+        self.relative = self._calling.per_group
+        self._caller = FunctionCaller(
+            config.reward_handler,
+            limits,
+            config.max_concurrency,
+            "group" if self.relative else "judge",
+            self._calling.hooks,
+        )
+        if self._calling.described and type(config) is NativeJudgerConfig:
+            logger.warning("%s has %s", self.name, self._calling.described)
 
     @property
     def in_workers(self) -> bool:
@@ -203,96 +210,44 @@ class NativeJudger(Judger):
     def worker_pids(self) -> list[int]:
         return [] if self._caller.pool is None else self._caller.pool.pids
 
-    async def judge(self, rollout: RolloutState) -> Verdict | Unjudged:
-        """Waits for a free worker and for an open circuit, at most `max_wait_s`, then for its calls' own deadlines."""
-        key = self._cache_key(rollout)
-        if key is not None and key in self._cache:
-            self._cache.move_to_end(key)
-            self._counts["cache_hits"] += 1
-            return self._cache[key]
-        answer = await self._judge(rollout)
-        if isinstance(answer, Unjudged):
-            self._counts["unjudged"] += 1
-        elif key is not None:
-            self._cache[key] = answer
-            if len(self._cache) > self._config.cache_size:
-                self._cache.popitem(last=False)
-        return answer
+    async def call(self, group: Group, turn: Try) -> list[Answer]:
+        reply = await self._caller.call(self._calling.arguments(group), turn.wait_until)
+        return as_answers(reply, len(group)) if self.relative else [as_verdict(reply)]
 
-    async def _judge(self, rollout: RolloutState) -> Verdict | Unjudged:
-        wait_until = asyncio.get_running_loop().time() + self._config.max_wait_s
-        if not await self._breaker.admit(wait_until):
-            return Unjudged(
-                f"circuit open: {self._breaker.in_a_row} rollouts in a row had no verdict; "
-                f"the last one: {self._breaker.last_reason}"
-            )
-        try:
-            verdict = await self._call_repeatedly(rollout, wait_until)
-        except CallFailed as failure:
-            if failure.cause in _OUR_OWN:
-                self._breaker.leave()
-            else:
-                self._debut.fail(failure)
-                self._breaker.fail(failure.reason)
-            return failure.as_unjudged()
-        except BaseException:
-            self._breaker.leave()
-            raise
-        self._debut.succeed()
-        self._breaker.succeed()
-        return verdict
-
-    async def _call_repeatedly(self, rollout: RolloutState, wait_until: float) -> Verdict:
-        """Raises the last call's CallFailed when none of them gave a verdict."""
-        arguments = self.arguments(rollout)
-        for calls_left in reversed(range(1 + self._config.max_retries)):
-            started = asyncio.get_running_loop().time()
-            try:
-                return await self._caller.call(arguments, wait_until)
-            except CallFailed as failure:
-                self._counts[failure.cause] += 1
-                if failure.cause in _OUR_OWN or not calls_left:
-                    raise
-            finally:
-                self._counts["calls"] += 1
-                self._seconds += asyncio.get_running_loop().time() - started
-        raise AssertionError("unreachable: the last call returns or raises")
-
-    async def attempt(self, rollout: RolloutState) -> Verdict:
+    async def attempt(self, rollout: RolloutState) -> None:
         """One call that counts for nothing. Raises CallFailed."""
-        wait_until = asyncio.get_running_loop().time() + self._config.max_wait_s
-        return await self._caller.call(self.arguments(rollout), wait_until)
-
-    def arguments(self, rollout: RolloutState) -> Arguments:
-        """What the function is called with."""
-        if self._caller.names is None:
-            return [rollout.response_text, rollout.ground_truth, dict(rollout.extra_info)]
-        offered = (rollout.data_source, rollout.response_text, rollout.ground_truth, dict(rollout.extra_info))
-        by_name = dict(zip(VERL_NAMES, offered, strict=True))
-        return {name: by_name[name] for name in self._caller.names}
-
-    def _cache_key(self, rollout: RolloutState) -> bytes | None:
-        if not self._config.cache_size:
-            return None
-        try:
-            said = msgspec.msgpack.encode((self._config.version, rollout.prompt, rollout.response_text))
-        except (TypeError, ValueError, OverflowError):
-            return None
-        return hashlib.blake2b(said, digest_size=16).digest()
+        await self.call([rollout], self.contract.first_try())
 
     async def metrics(self) -> dict[str, float]:
         """Since it was built. Latency is per call and includes the wait for a worker."""
-        calls = self._counts["calls"]
-        return {
-            "calls": calls,
-            "mean_latency_s": self._seconds / calls if calls else 0.0,
-            "timeouts": self._counts["timeout"],
-            "worker_deaths": self._counts["worker_death"] + self._counts["memory"],
-            "workers_replaced": 0 if self._caller.pool is None else self._caller.pool.replaced,
-            "unjudged": self._counts["unjudged"],
-            "cache_hits": self._counts["cache_hits"],
-            "circuit_opened": self._breaker.times_opened,
-        }
+        replaced = 0 if self._caller.pool is None else self._caller.pool.replaced
+        return self.contract.metrics() | {"workers_replaced": replaced}
 
     async def close(self) -> None:
         await self._caller.close()
+
+
+def as_verdict(reply: Reply) -> Verdict:
+    """Raises CallFailed for a reply that a worker's own code would not have made."""
+    try:
+        verdict = msgspec.convert(reply, Verdict)
+    except msgspec.ValidationError as error:  # only a function that writes to the channel itself gets here
+        raise CallFailed("worker_death", f"the worker answered nonsense: {error}") from None
+    if not all(math.isfinite(number) for number in (verdict.score, *verdict.parts.values())):
+        raise CallFailed("worker_death", "the worker answered with a number that is not finite")
+    return verdict
+
+
+def as_answers(reply: Reply, number: int) -> list[Answer]:
+    """Of a function that judges groups. Raises CallFailed when it judged none of them, and not by its own choice."""
+    replies: Sequence[Any] = reply.get("verdicts", ())
+    if not isinstance(replies, list) or not all(isinstance(one, dict) for one in replies):
+        raise CallFailed("worker_death", "the worker answered nonsense: no list of verdicts")
+    if len(replies) != number:
+        said = f"returned {len(replies)} scores for {number} answers"
+        raise CallFailed("abstention", said, way=said)
+    answers = [Unjudged(str(one["unjudged"])) if "unjudged" in one else as_verdict(one) for one in replies]
+    wrong = [answer.reason for answer in answers if isinstance(answer, Unjudged) and answer.reason != "returned None"]
+    if len(wrong) == len(answers):
+        raise CallFailed("abstention", wrong[0], way=wrong[0])
+    return answers

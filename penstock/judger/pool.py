@@ -1,4 +1,4 @@
-"""Worker processes that run a reward function, each killed and replaced the moment it misbehaves.
+"""Worker processes that run a user's function, each killed and replaced the moment it misbehaves.
 
 A call holds one worker. A call that ends well gives its worker back; any other end (deadline, death, too much memory,
 cancellation) kills the worker's whole process group and starts a replacement at once, so the pool never shrinks.
@@ -14,46 +14,26 @@ import contextlib
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import weakref
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from penstock.environment import child_environment
 from penstock.judger import worker as worker_program
+from penstock.judger.channel import Channel
+from penstock.judger.failure import CallFailed
 from penstock.judger.slots import NoSlot, Slots
-from penstock.judger.worker import Arguments, Reply, Setup, frame
-from penstock.rollout import Unjudged
+from penstock.judger.worker import Arguments, Reply, Setup
 
 WATCH_INTERVAL_S = 0.1
 """How often a running call's process is looked at: alive, and within its memory."""
 MAX_FRAME = 4 << 20
 """A worker's longest frame. Replies are checked in the worker; more than this is not a reply."""
-
-
-class CallFailed(Exception):
-    """A call ended without a verdict. `cause` is for metrics: timeout, worker_death, memory, start, busy, closed,
-    abstention.
-
-    `way` is equal for failures of one bug, empty where nothing is known; `plain_bug` says that the answer is not the
-    cause; `detail` is a traceback.
-    """
-
-    def __init__(self, cause: str, reason: str, *, way: str = "", detail: str = "", plain_bug: bool = False) -> None:
-        super().__init__(reason)
-        self.cause = cause
-        self.reason = reason
-        self.way = way
-        self.detail = detail
-        self.plain_bug = plain_bug
-
-    def as_unjudged(self, prefix: str = "") -> Unjudged:
-        return Unjudged(prefix + self.reason, self.detail)
 
 
 class PoolLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +44,16 @@ class PoolLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_memory: int = 2 << 30
     environment: tuple[str, ...] = ()
     """Names of variables that a worker sees besides what programs need to start and compute."""
+    output: str | None = None
+    """The file to which what the function prints is added; None: this process's standard error."""
+
+
+def _opened(output: str | None) -> int | None:
+    """Where a worker writes what is printed; None where there is no such place, such as on another machine."""
+    if output is not None:
+        with contextlib.suppress(OSError):
+            return os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    return None
 
 
 def _take_note(task: asyncio.Task[Reply]) -> None:
@@ -75,14 +65,16 @@ def _take_note(task: asyncio.Task[Reply]) -> None:
 class Worker:
     """One process and the channel to it."""
 
-    def __init__(self, setup: Setup, environment: Sequence[str] = ()) -> None:
-        self._channel, theirs = socket.socketpair()
-        self._channel.setblocking(False)
+    def __init__(self, setup: Setup, environment: Sequence[str] = (), output: str | None = None) -> None:
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
         # Started from the loop's own thread: the kernel ends a worker with the thread that started it.
+        printed = _opened(output)
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", str(Path(worker_program.__file__)), str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
+                stderr=printed,
                 env=child_environment(environment),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -92,12 +84,14 @@ class Worker:
             raise
         finally:
             theirs.close()
+            if printed is not None:
+                os.close(printed)
         self.calls = 0
         self._ready = False
         self._killed = False
         # Now, so that it loads the function while nobody waits. A fresh socket's buffer takes a frame this small.
         with contextlib.suppress(OSError):  # it died already; the first read says so
-            self._channel.send(frame(setup))
+            self._channel.send_at_once(msgspec.msgpack.encode(setup))
 
     @property
     def alive(self) -> bool:
@@ -152,28 +146,14 @@ class Worker:
             raise CallFailed("memory", f"worker used {memory >> 20} MiB; at most {max_memory >> 20} are allowed")
 
     async def _exchange(self, arguments: bytes) -> Reply:
-        request = frame([self.calls, msgspec.Raw(arguments)])
-        await asyncio.get_running_loop().sock_sendall(self._channel, request)
+        await self._channel.send(msgspec.msgpack.encode([self.calls, msgspec.Raw(arguments)]))
         reply = await self._receive()
         if reply.get("call") != self.calls:  # something the last call left behind wrote to the channel
             raise ValueError("a reply to another call")
         return reply
 
     async def _receive(self) -> Reply:
-        (size,) = struct.unpack(">I", await self._read(4))
-        if size > MAX_FRAME:
-            raise ValueError(f"a frame of {size} bytes")
-        return msgspec.msgpack.decode(await self._read(size), type=Reply)
-
-    async def _read(self, size: int) -> bytes:
-        loop = asyncio.get_running_loop()
-        body = bytearray()
-        while len(body) < size:
-            chunk = await loop.sock_recv(self._channel, size - len(body))
-            if not chunk:
-                raise EOFError
-            body += chunk
-        return bytes(body)
+        return msgspec.msgpack.decode(await self._channel.receive(MAX_FRAME), type=Reply)
 
     async def _last_words(self) -> str:
         """How the process ended. Its channel closes a moment before its exit status can be had."""
@@ -200,16 +180,18 @@ class Worker:
         self._killed = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        # Before closing: a reader that is removed later would take the next socket with this number along.
-        with contextlib.suppress(RuntimeError):  # no loop runs
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(self._channel)
-            loop.remove_writer(self._channel)
         self._channel.close()
         self.process.poll()
 
 
-async def wait_until_gone(workers: list[Worker], timeout: float) -> bool:
+class Process(Protocol):
+    @property
+    def alive(self) -> bool:
+        """Asking buries the dead."""
+        ...
+
+
+async def wait_until_gone(workers: Sequence[Process], timeout: float) -> bool:
     """Reap these processes. The system offers no portable way to wait for several, so it is asked often."""
     loop = asyncio.get_running_loop()
     until = loop.time() + timeout
@@ -254,7 +236,7 @@ class WorkerPool:
         try:
             request = msgspec.msgpack.encode(arguments)
         except (TypeError, ValueError, OverflowError) as error:
-            raise CallFailed("start", f"label or extra_info cannot be sent to a worker: {error}") from None
+            raise CallFailed("start", f"an argument cannot be sent to a worker: {error}") from None
         self._forget_other_loops()
         try:
             async with self._slots.take(wait_until):
@@ -298,7 +280,7 @@ class WorkerPool:
             raise CallFailed("start", f"no worker process could be started: {error}") from None
 
     def _start(self) -> Worker:
-        worker = Worker(self._setup, self._limits.environment)
+        worker = Worker(self._setup, self._limits.environment, self._limits.output)
         self._workers.add(worker)
         return worker
 

@@ -71,6 +71,34 @@ def _last_number(text: str) -> Decimal | None:
     return Decimal(last.replace(",", "").replace("$", "").replace("\u2212", "-"))
 
 
+_ANSWER = re.compile(r"answer\s*:[ \t]*([^\n]+)", re.IGNORECASE)
+ANSWER_REACH = 300
+"""Characters at the end of a response in which DAPO looks for its answer."""
+
+
+def dapo_math(response: str, label: Any, extra_info: Mapping[str, Any]) -> dict[str, float]:
+    """DAPO's mathematics: 1 when what stands after the last `Answer:` is the ground truth, else -1; `acc` is 1 or 0.
+
+    Numbers are compared as numbers, anything else without dollar signs, boxes and white space.
+    """
+    wanted = _bare(_text(label))
+    if wanted == "":
+        raise ValueError("the ground truth is empty")
+    found = _ANSWER.findall(response[-ANSWER_REACH:])
+    right = bool(found) and _bare(found[-1]) == wanted
+    return {"score": 1.0 if right else -1.0, "acc": float(right)}
+
+
+def _bare(text: str) -> str | Decimal:
+    """An answer without what is only notation; a number as a number."""
+    text = re.sub(r"\\boxed\{(.*)\}", r"\1", text.strip().strip("*"))
+    text = re.sub(r"[$\s]|\\[,;!]", "", text.rpartition("=")[2]).rstrip(".").replace("\u2212", "-")
+    number = text.replace(",", "")
+    if re.fullmatch(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)", number):
+        return Decimal(number)
+    return text
+
+
 @needs("math_verify", extra="math")
 def math_equal(response: str, label: Any, extra_info: Mapping[str, Any]) -> float:
     """1 when the answer is mathematically equal to the ground truth, as math-verify sees it."""
@@ -91,13 +119,33 @@ def reasoning_gym_score(response: str, label: Any, extra_info: Mapping[str, Any]
     """The score of the reasoning-gym dataset `extra_info["gym"]` for its entry `extra_info["entry"]`.
 
     Some scorers read their dataset's settings, so it is made with `extra_info["params"]`. The answer is what
-    stands in the last <answer> tag, or the whole response without one.
+    stands in the last <answer> tag, or the whole response without one. Where the installed reasoning-gym has
+    `cascade_score`, an answer that its scorer does not take is looked at again without LaTeX, as a number and as
+    mathematics; a score only ever rises by that.
     """
     from reasoning_gym.utils import extract_answer
 
     answer = extract_answer(response)
+    answer = (response if answer is None else answer).strip()
+    entry = extra_info["entry"]
     dataset = _gym_dataset(extra_info["gym"], json.dumps(extra_info.get("params", {}), sort_keys=True))
-    return float(dataset.score_answer((response if answer is None else answer).strip(), extra_info["entry"]))
+    # First, and by itself: the cascade takes a scorer that raises for a wrong answer.
+    score = float(dataset.score_answer(answer, entry))
+    cascade = _cascade_score()
+    if cascade is None or score >= 1.0 or not isinstance(entry.get("answer"), str):
+        return score
+    return max(score, float(cascade(answer, entry["answer"], dataset=dataset, entry=entry)))
+
+
+@functools.cache
+def _cascade_score() -> Callable[..., float] | None:
+    """Of reasoning-gym, from the release after 0.1.25 on."""
+    try:
+        from reasoning_gym.scoring import cascade_score
+    except ImportError:
+        return None
+    found: Callable[..., float] = cascade_score
+    return found
 
 
 @functools.cache

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 
 from penstock.errors import ConfigError
 from penstock.judger.composed import ComposedJudger, MergedJudger
+from penstock.judger.failure import CallFailed
 from penstock.judger.native import NativeJudger
-from penstock.judger.pool import CallFailed
 from penstock.ports import Judger
 from penstock.rollout import Prompt, RolloutState
 
@@ -69,9 +69,7 @@ def _few_per_source(prompts: Iterable[Prompt]) -> list[Prompt]:
 
 def _functions(judger: Judger, prompts: list[Prompt]) -> Iterator[tuple[NativeJudger, list[Prompt]]]:
     """The functions a judger is made of that run in workers, each with the prompts it would judge."""
-    if judger.watched is not None:
-        yield from _functions(judger.watched, prompts)
-    elif isinstance(judger, NativeJudger):
+    if isinstance(judger, NativeJudger):
         if judger.in_workers and prompts:
             yield judger, prompts
     elif isinstance(judger, ComposedJudger):

@@ -1,18 +1,22 @@
-"""The program of a judger's worker process: read a call, run the reward function, answer.
+"""The program of a worker process: read a call, run a user's function, answer. Judgers, tools and environments use it.
 
 Frames are a 4-byte length and msgpack, over one socket whose descriptor is the first argument; the second is the
-parent's process id. What the function prints goes to stderr, so it cannot disturb the channel.
+parent's process id. What the function prints goes to stderr, so it cannot disturb the channel; that may be a file, and
+is then bounded.
 
     parent -> worker   Setup once, then [call number, arguments] per call; arguments are a list, or a dict by name
     worker -> parent   {"ready": true} or {"failed": reason} once, then one reply per call:
                        {"score": x, "parts": {...}, "text": ...} or {"unjudged": reason, "way": ..., "detail": ...,
-                       "plain_bug": ...}, with "call": its number
+                       "plain_bug": ...}, with "call": its number. A function that judges groups is answered for with
+                       {"verdicts": [...]} of those; where it is no judge, {"value": x} stands for a score.
 
 Only the standard library and msgspec are imported here: a replacement must be ready in a moment.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import importlib.util
 import math
@@ -21,17 +25,20 @@ import os
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 MAX_RESULT = 1 << 20
 """Characters of text in one result; more is a judge gone wrong."""
 MAX_REASON = 500
+MAX_PRINTED = 64 << 20
+"""Bytes in a file of what is printed; a function that prints on and on does not fill the disk."""
 MAX_DETAIL = 4000
 """Characters of a traceback; the end of a longer one is kept, where the error is."""
 
@@ -40,6 +47,7 @@ PLAIN_BUGS = (TypeError, NameError, AttributeError, ImportError, KeyError, NotIm
 
 _CALLERS = (__file__, str(Path(__file__).with_name("native.py")), importlib.__file__)
 
+Kind = Literal["judge", "group", "merge", "value", "object"]
 Reply = dict[str, Any]
 Arguments = list[Any] | dict[str, Any]
 """In order, or by name."""
@@ -52,14 +60,20 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     file: str = ""
     """Set instead of `module` for a function of a file that no import path leads to, such as a run's configuration."""
     name: str
-    takes_verdicts: bool = False
-    """The first argument is a mapping of verdicts: a merge function."""
     sys_path: tuple[str, ...] = ()
+    kind: Kind = "judge"
+    """What a call is answered with. `judge`: a verdict. `group`: a list of them. `merge`: a verdict, and the function's
+    first argument is a mapping of verdicts. `value`: what the function returned. `object`: what a method of one of its
+    objects returned; see `Objects`."""
+    hooks: tuple[str, ...] = ()
+    """Parameters that get a function which does nothing."""
+    first: str = ""
+    """`module:function`, called before the other one is loaded."""
 
 
 def load_function(setup: Setup) -> Callable[..., Any]:
     """The function named by `setup`. Raises what its import raises."""
-    found: Any = _load_file(setup.file) if setup.file else importlib.import_module(setup.module)
+    found: Any = load_file(setup.file) if setup.file else importlib.import_module(setup.module)
     for part in setup.name.split("."):
         found = getattr(found, part)
     if not callable(found):
@@ -67,7 +81,7 @@ def load_function(setup: Setup) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _load_file(file: str) -> Any:
+def load_file(file: str) -> Any:
     """The module of a file, once per process. It is registered because dataclasses and pickles look it up by name."""
     name = "penstock_file_" + "".join(c if c.isalnum() else "_" for c in file)
     if name not in sys.modules:
@@ -168,10 +182,22 @@ def _is_machinery(file: str) -> bool:
     return file.startswith("<frozen importlib") or file in _CALLERS
 
 
-def judge_value(value: Any) -> Reply:
+def judge_value(value: Any, kind: Kind = "judge") -> Reply:
     """What a reward function returned as a reply, with the way in which it is no score."""
+    if kind == "group":
+        return judge_values(value)
     reply = as_reply(value)
     return reply | {"way": f"returned {type(value).__name__}"} if "unjudged" in reply else reply
+
+
+def judge_values(values: Any) -> Reply:
+    """What a function returned that judges a group: one score per answer, None where it has none to give."""
+    if hasattr(values, "tolist"):  # a numpy array or a torch tensor
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        said = f"returned {_shorten(values)} ({type(values).__name__}); it must return one score per answer"
+        return {"unjudged": said, "way": f"returned {type(values).__name__}"}
+    return {"verdicts": [as_reply(value) if value is not None else {"unjudged": "returned None"} for value in values]}
 
 
 def _shorten(value: Any) -> str:
@@ -184,15 +210,60 @@ def _shorten(value: Any) -> str:
         return "a value that cannot be shown"
 
 
+def with_hooks(function: Callable[..., Any], hooks: tuple[str, ...]) -> Callable[..., Any]:
+    """The function, given what it wants to log with."""
+    return (
+        functools.wraps(function)(functools.partial(function, **dict.fromkeys(hooks, _nothing))) if hooks else function
+    )
+
+
+def _nothing(*told: Any, **named: Any) -> None:
+    pass
+
+
 def call_function(function: Callable[..., Any], arguments: Arguments) -> Any:
     return function(**arguments) if isinstance(arguments, dict) else function(*arguments)
 
 
-def run(function: Callable[..., Any], arguments: Arguments) -> Reply:
+def run(function: Callable[..., Any], arguments: Arguments, kind: Kind = "judge") -> Reply:
     try:
-        return judge_value(call_function(function, arguments))
+        return judge_value(call_function(function, arguments), kind)
     except BaseException as error:  # SystemExit too: a reward function that exits gave no score
         return describe_failure(error, function)
+
+
+def run_plainly(function: Callable[..., Any], arguments: Arguments) -> Reply:
+    try:
+        return {"value": call_function(function, arguments)}
+    except BaseException as error:
+        return describe_failure(error, function)
+
+
+class Objects:
+    """What a class made, each kept under its name. A call is (name, method, arguments).
+
+    `make` makes it, `forget` closes it; a call of one that was never made here, or was lost with another process, is
+    answered with {"lost": true}.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def run(self, make: Callable[..., Any], arguments: Arguments) -> Reply:
+        values: Any
+        name, method, values = arguments
+        try:
+            if method == "make":
+                self._made[name] = make(**values)
+                return {"value": None}
+            if method == "forget":
+                close = getattr(self._made.pop(name, None), "close", None)
+                return {"value": close() if callable(close) else None}
+            if name not in self._made:
+                return {"lost": True}
+            return {"value": getattr(self._made[name], method)(*values)}
+        except BaseException as error:
+            return describe_failure(error, getattr(make, method, None))
 
 
 def frame(value: Any) -> bytes:
@@ -259,6 +330,23 @@ def _guard_group() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+def _show_printed() -> None:
+    """What a call printed is in the file when it has ended; a function may have closed or replaced its streams."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        _bound_output()
+
+
+def _bound_output() -> None:
+    if stat.S_ISREG((printed := os.fstat(2)).st_mode) and printed.st_size > MAX_PRINTED:
+        os.write(2, f"(more than {MAX_PRINTED >> 20} MiB; nothing more is kept)\n".encode())
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+
+
 def _as_verdicts(arguments: list[Any]) -> list[Any]:
     from penstock.rollout import Verdict
 
@@ -267,10 +355,19 @@ def _as_verdicts(arguments: list[Any]) -> list[Any]:
 
 def _prepare(setup: Setup) -> Callable[..., Any]:
     sys.path[:] = setup.sys_path
+    if setup.first:
+        module, _, name = setup.first.partition(":")
+        getattr(importlib.import_module(module), name)()
     function = load_function(setup)
     for module, _extra in getattr(function, "penstock_needs", ()):
         importlib.import_module(module)  # now, so that the first call's deadline does not pay for it
-    return function
+    return with_hooks(function, setup.hooks)
+
+
+def _answering(kind: Kind) -> Callable[[Callable[..., Any], Arguments], Reply]:
+    if kind == "value":
+        return run_plainly
+    return Objects().run if kind == "object" else functools.partial(run, kind=kind)
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -288,11 +385,13 @@ def main(descriptor: int, parent: int) -> None:
         channel.sendall(frame({"failed": failure["unjudged"], "detail": failure["detail"]}))
         return
     channel.sendall(frame({"ready": True}))
+    answer = _answering(setup.kind)
     while True:
         call, arguments = msgspec.msgpack.decode(_read_frame(channel))
-        reply = run(function, _as_verdicts(arguments) if setup.takes_verdicts else arguments)
+        reply = answer(function, _as_verdicts(arguments) if setup.kind == "merge" else arguments)
         if os.getpid() != pid:
             os._exit(0)  # a child that the function forked and let return; the channel is not its own
+        _show_printed()
         channel.sendall(_reply_frame({**reply, "call": call}))
 
 

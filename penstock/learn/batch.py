@@ -7,15 +7,19 @@ error that names it. Nothing here imports torch.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import RunError
-from penstock.learn.advantages import all_equal, estimate
+from penstock.learn.advantages import AnswerTokens, DoubleArray, Scored, estimate
+from penstock.learn.batch_metrics import batch_metrics
+from penstock.learn.kl import KLConfig, kl_of_sampled
+from penstock.learn.overlong import OverlongConfig
 from penstock.rollout import (
     ROOT,
     UNKNOWN_STEP,
@@ -30,6 +34,9 @@ from penstock.rollout import (
     Status,
     unpack_ids,
 )
+
+TokenColumns = Mapping[str, Sequence[FloatArray]]
+"""One number per token: by rollout, one array per segment."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +54,19 @@ class TrainSegment:
     """Which earlier segment of the answer it goes on from; ROOT is the prompt."""
     start: int
     """How many tokens of that one come before it."""
+    temperatures: FloatArray = field(default_factory=lambda: np.empty(0, np.float32))
+    """What each was sampled with: a logprob is log_softmax(logits / temperature). 1 when none are given."""
+    reference_logprobs: FloatArray | None = None
+    """Of the reference model."""
+    proximal_logprobs: FloatArray | None = None
+    """Of the trainer at the beginning of the step, where they were computed again."""
 
     def __post_init__(self) -> None:
-        columns = (self.ids, self.logprobs, self.advantages, self.mask, self.model_steps)
+        if not len(self.temperatures):
+            object.__setattr__(self, "temperatures", np.ones(len(self.ids), np.float32))
+        columns: list[npt.NDArray[Any]] = [self.ids, self.logprobs, self.advantages, self.mask, self.model_steps]
+        columns.append(self.temperatures)
+        columns += [column for column in (self.reference_logprobs, self.proximal_logprobs) if column is not None]
         if len({len(column) for column in columns}) != 1:
             raise ValueError(f"a segment's columns of {[len(column) for column in columns]} tokens must be equal")
 
@@ -59,11 +76,12 @@ class TrainSegment:
 
 @dataclass(frozen=True, eq=False)
 class TrainAnswer:
-    """One rollout: one score and one advantage, whatever the number of its segments."""
+    """One rollout, with the score that its advantages are made of."""
 
     rollout_id: str
     score: float
     advantage: float
+    """The mean over its trained tokens; for most estimators that of every token."""
     segments: list[TrainSegment]
 
     @property
@@ -82,8 +100,6 @@ class TrainGroup:
 class TrainBatch:
     train_step: int
     groups: list[TrainGroup]
-    temperature: float = 1.0
-    """What the answers were sampled with: a logprob is log_softmax(logits / temperature)."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -101,51 +117,116 @@ class TrainBatch:
         return {answer.rollout_id: answer.advantage for answer in self.answers}
 
     @property
+    def is_idle(self) -> bool:
+        """No trained token has an advantage: there is nothing to learn from."""
+        return not any(segment.advantages[segment.mask == 1].any() for segment in self.segments)
+
+    @property
     def on_policy(self) -> bool:
         """Every trained token was made by the weights just before this step."""
         return all((s.model_steps[s.mask == 1] == self.train_step - 1).all() for s in self.segments)
+
+
+class BatchSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How groups become a train batch. What is by task has its name; a task that is not named has the default."""
+
+    advantage: str = "grpo"
+    gamma: float = 1.0
+    temperatures: dict[str, float] = {}
+    """Default 1."""
+    token_stale_thresholds: dict[str, int | None] = {}
+    """A token whose staleness reaches it stays as context and is not trained. Default None: all are."""
+    max_tokens: dict[str, int] = {}
+    """The budget of an answer; only `overlong` asks."""
+    overlong: OverlongConfig | None = None
+    kl: KLConfig | None = None
+    distill_coef: float = 1.0
+
+    @property
+    def kl_in_reward(self) -> KLConfig | None:
+        return self.kl if self.kl is not None and self.kl.place == "reward" else None
 
 
 def prepare_batch(
     groups: Sequence[Group],
     *,
     train_step: int,
-    advantage: str = "grpo",
-    max_token_staleness_threshold: int | None = None,
-    temperature: float = 1.0,
+    settings: BatchSettings | None = None,
+    reference: TokenColumns | None = None,
+    teacher: TokenColumns | None = None,
 ) -> TrainBatch:
     """Advantages and columns of these groups for train step `train_step`.
 
-    A token whose staleness reaches the threshold stays as context and is not trained. Raises RunError for a group that
-    cannot be trained, with its id and the rule, and when no token is left to train; UserFunctionError when an estimator
-    of the user's raises or does not answer with one finite number per score.
+    `reference` and `teacher` are logprobs of every token by the reference model and by a teacher; a KL in the reward
+    needs the first, and the second adds -distill_coef * (log p - log q) to the advantage of each token.
+
+    Raises RunError for a group that cannot be trained, with its id and the rule, and when no token is left to train;
+    UserFunctionError when an estimator of the user's raises or does not answer with finite numbers.
     """
-    if not temperature > 0 or not math.isfinite(temperature):
-        raise RunError(f"temperature is {temperature}; logprobs to train on need one above 0")
+    settings = settings or BatchSettings()
+    batch = bare_batch(groups, train_step=train_step, settings=settings)
+    if reference is not None:
+        batch = with_columns(batch, reference_logprobs=reference)
+    scores = [[_score(rollout) for rollout in group] for group in groups]
+    tokens, shaped = _rewards(groups, batch, scores, settings)
+    lengths = [[int(answer.mask.sum()) for answer in group] for group in tokens]
+    estimated = estimate(settings.advantage, Scored(shaped, lengths, tokens), gamma=settings.gamma)
+    if teacher is not None:
+        estimated = _with_teacher(estimated, batch, teacher, settings.distill_coef)
+    given = [
+        replace(group, answers=[_with_advantages(*each) for each in zip(group.answers, values, row, strict=True)])
+        for group, values, row in zip(batch.groups, estimated, shaped, strict=True)
+    ]
+    batch = replace(batch, groups=given)
+    metrics = _metrics(groups, batch, scores, shaped, settings)
+    if teacher is not None:
+        metrics["distill/reverse_kl"] = _mean_over_trained(batch, teacher)
+    return replace(batch, metrics=metrics)
+
+
+def bare_batch(groups: Sequence[Group], *, train_step: int, settings: BatchSettings | None = None) -> TrainBatch:
+    """The columns alone: every advantage is 0. For models that score the tokens before there are advantages."""
+    settings = settings or BatchSettings()
     if not groups:
         raise RunError(f"train step {train_step}: the batch has no groups")
-    scores = [[_check(rollout, group, train_step) for rollout in group] for group in groups]
-    advantages = estimate(advantage, scores)
-    oldest = None if max_token_staleness_threshold is None else train_step - max_token_staleness_threshold
-    train_groups = [
-        TrainGroup(
-            group_id=group[0].group_id,
-            prompt_ids=group[0].prompt_ids,
-            answers=[
-                _answer(rollout, value, score, oldest)
-                for rollout, value, score in zip(group, group_advantages, group_scores, strict=True)
-            ],
-        )
-        for group, group_advantages, group_scores in zip(groups, advantages, scores, strict=True)
-    ]
-    metrics = _metrics(groups, scores, train_groups, train_step)
-    if not metrics["trained_tokens"]:
+    for name, temperature in settings.temperatures.items():
+        if not temperature > 0 or not math.isfinite(temperature):
+            raise RunError(f"task {name!r}: temperature is {temperature}; logprobs to train on need one above 0")
+    for group in groups:
+        for rollout in group:
+            _check(rollout, group, train_step)
+    batch = TrainBatch(
+        train_step,
+        [
+            TrainGroup(group[0].group_id, group[0].prompt_ids, [_answer(r, train_step, settings) for r in group])
+            for group in groups
+        ],
+    )
+    if not any(answer.num_trained for answer in batch.answers):
         raise RunError(f"train step {train_step}: no token of {len(groups)} groups may be trained")
-    return TrainBatch(train_step, train_groups, temperature, metrics)
+    return batch
 
 
-def _check(rollout: RolloutState, group: Group, train_step: int) -> float:
-    """The rollout's score, when everything about it can be trained."""
+def with_columns(
+    batch: TrainBatch, *, reference_logprobs: TokenColumns | None = None, proximal_logprobs: TokenColumns | None = None
+) -> TrainBatch:
+    """The batch with these columns; one that is not given stays as it is."""
+
+    def filled(answer: TrainAnswer) -> TrainAnswer:
+        segments = answer.segments
+        if reference_logprobs is not None:
+            found = reference_logprobs[answer.rollout_id]
+            segments = [replace(s, reference_logprobs=column) for s, column in zip(segments, found, strict=True)]
+        if proximal_logprobs is not None:
+            found = proximal_logprobs[answer.rollout_id]
+            segments = [replace(s, proximal_logprobs=column) for s, column in zip(segments, found, strict=True)]
+        return replace(answer, segments=segments)
+
+    return replace(batch, groups=[replace(g, answers=[filled(a) for a in g.answers]) for g in batch.groups])
+
+
+def _check(rollout: RolloutState, group: Group, train_step: int) -> None:
+    """Raises RunError unless everything about it can be trained."""
     score = rollout.reward.score if rollout.reward is not None else None
     first = group[0]
     wrong = [
@@ -161,10 +242,14 @@ def _check(rollout: RolloutState, group: Group, train_step: int) -> float:
         if not fine
     ]
     wrong += _segment_problems(rollout)
-    if wrong or score is None:
+    if wrong:
         where = f"group {first.group_id!r}, rollout {rollout.rollout_id!r}"
         raise RunError(f"{where} cannot be trained at step {train_step}: {'; '.join(wrong)}")
-    return score
+
+
+def _score(rollout: RolloutState) -> float:
+    assert rollout.reward is not None, "it was checked"
+    return rollout.reward.score
 
 
 def _segment_problems(rollout: RolloutState) -> Iterator[str]:
@@ -195,65 +280,126 @@ def _start(rollout: RolloutState, segment: Segment) -> int:
     return _length(rollout, ROOT) if segment.start == WHOLE else segment.start
 
 
-def _answer(rollout: RolloutState, advantage: float, score: float, oldest: int | None) -> TrainAnswer:
+def _answer(rollout: RolloutState, train_step: int, settings: BatchSettings) -> TrainAnswer:
+    threshold = settings.token_stale_thresholds.get(rollout.task_name)
+    overlong = settings.overlong is not None and settings.overlong.mask_truncated
+    dropped = overlong and rollout.finish_reason is FinishReason.LENGTH
+    temperature = settings.temperatures.get(rollout.task_name, 1.0)
     segments = []
     for segment in rollout.segments:
         tokens = segment.tokens
         mask, steps = np.frombuffer(tokens.mask, dtype=np.uint8), tokens.model_steps
-        if oldest is not None:
-            mask = np.where(steps >= oldest, mask, 0).astype(np.uint8)
+        if threshold is not None:
+            mask = np.where(steps >= train_step - threshold, mask, 0).astype(np.uint8)
         segments.append(
             TrainSegment(
                 ids=unpack_ids(tokens.ids),
                 logprobs=np.frombuffer(tokens.logprobs, dtype=np.float32),
-                advantages=np.full(len(mask), advantage, dtype=np.float32),
-                mask=mask,
+                advantages=np.zeros(len(mask), dtype=np.float32),
+                mask=np.zeros_like(mask) if dropped else mask,
                 model_steps=steps,
                 parent=segment.parent,
                 start=_start(rollout, segment),
+                temperatures=np.full(len(mask), temperature, dtype=np.float32),
             )
         )
-    return TrainAnswer(rollout.rollout_id, score, advantage, segments)
+    return TrainAnswer(rollout.rollout_id, 0.0, 0.0, segments)
+
+
+def _rewards(
+    groups: Sequence[Group], batch: TrainBatch, scores: list[list[float]], settings: BatchSettings
+) -> tuple[list[list[AnswerTokens]], list[list[float]]]:
+    """What estimators see of each answer: its tokens with their rewards, and their sum, which is its score."""
+    tokens: list[list[AnswerTokens]] = []
+    for group, trained, row in zip(groups, batch.groups, scores, strict=True):
+        tokens.append(
+            [
+                _answer_tokens(rollout, answer, score, settings)
+                for rollout, answer, score in zip(group, trained.answers, row, strict=True)
+            ]
+        )
+    # The score itself where nothing was added to it: a sum would leave roundings.
+    plain = settings.overlong is None and settings.kl_in_reward is None
+    return tokens, scores if plain else [[float(math.fsum(t.rewards)) for t in row] for row in tokens]
+
+
+def _answer_tokens(rollout: RolloutState, answer: TrainAnswer, score: float, settings: BatchSettings) -> AnswerTokens:
+    written = [segment.tokens for segment in rollout.segments]
+    mask = np.frombuffer(b"".join(tokens.mask for tokens in written), dtype=np.uint8)
+    logprobs = np.concatenate([segment.logprobs for segment in answer.segments])
+    rewards: DoubleArray = np.zeros(len(mask))
+    if (kl := settings.kl_in_reward) is not None:
+        references = [s.reference_logprobs for s in answer.segments if s.reference_logprobs is not None]
+        if len(references) != len(answer.segments):
+            raise RunError(f"rollout {rollout.rollout_id!r}: a KL in the reward needs the reference's logprobs")
+        spent = kl.coef * kl_of_sampled(logprobs, np.concatenate(references), kl.estimator)
+        rewards = np.where(mask == 1, -spent, 0.0)
+    if settings.overlong is not None:
+        budget = settings.max_tokens.get(rollout.task_name, len(mask))
+        score += settings.overlong.shaping(int(mask.sum()), budget)
+    # A rollout in which the model wrote nothing is not trained; its score counts for its siblings.
+    rewards[np.flatnonzero(mask)[-1] if mask.any() else -1] += score
+    return AnswerTokens(
+        ids=np.concatenate([segment.ids for segment in answer.segments]),
+        logprobs=logprobs,
+        mask=mask,
+        model_steps=np.concatenate([segment.model_steps for segment in answer.segments]),
+        rewards=rewards,
+    )
+
+
+def _with_teacher(
+    estimated: list[list[DoubleArray]], batch: TrainBatch, teacher: TokenColumns, coef: float
+) -> list[list[DoubleArray]]:
+    """Orthogonal to the estimator: -coef * (log p - log q) of each token on top of what it says."""
+
+    def added(values: DoubleArray, answer: TrainAnswer) -> DoubleArray:
+        logprobs = np.concatenate([segment.logprobs for segment in answer.segments]).astype(np.float64)
+        of_teacher = np.concatenate(list(teacher[answer.rollout_id])).astype(np.float64)
+        trained = np.concatenate([segment.mask for segment in answer.segments]) == 1
+        if not np.isfinite(of_teacher[trained]).all():
+            raise RunError(f"rollout {answer.rollout_id!r}: the teacher's logprob of a trained token is not finite")
+        return np.where(trained, values - coef * (logprobs - of_teacher), values)
+
+    return [
+        [added(values, answer) for values, answer in zip(row, group.answers, strict=True)]
+        for row, group in zip(estimated, batch.groups, strict=True)
+    ]
+
+
+def _mean_over_trained(batch: TrainBatch, teacher: TokenColumns) -> float:
+    """Of log p - log q: how far the student is from its teacher, where it went."""
+    differences = [
+        (segment.logprobs - column)[segment.mask == 1]
+        for answer in batch.answers
+        for segment, column in zip(answer.segments, teacher[answer.rollout_id], strict=True)
+    ]
+    return float(np.concatenate(differences).mean(dtype=np.float64))
+
+
+def _with_advantages(answer: TrainAnswer, values: DoubleArray, score: float) -> TrainAnswer:
+    ends = np.cumsum([len(segment) for segment in answer.segments])
+    trained = np.concatenate([segment.mask for segment in answer.segments]) == 1
+    # The one number that most estimators give stays what it is; a mean of equal ones may round.
+    same = values[trained] if trained.any() else values
+    mean = float(same[0]) if (same == same[0]).all() else float(same.mean())
+    segments = [
+        replace(segment, advantages=piece.astype(np.float32))
+        for segment, piece in zip(answer.segments, np.split(values, ends[:-1]), strict=True)
+    ]
+    return replace(answer, score=score, advantage=mean, segments=segments)
 
 
 def _metrics(
-    groups: Sequence[Group], scores: list[list[float]], trained: list[TrainGroup], train_step: int
+    groups: Sequence[Group],
+    batch: TrainBatch,
+    scores: list[list[float]],
+    shaped: list[list[float]],
+    settings: BatchSettings,
 ) -> dict[str, float]:
-    rollouts = [rollout for group in groups for rollout in group]
-    flat_scores = np.asarray([score for row in scores for score in row])
-    lengths = np.asarray([rollout.num_tokens for rollout in rollouts])
-    cut = [rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]
-    written = [segment.tokens for rollout in rollouts for segment in rollout.segments]
-    steps = np.concatenate([tokens.model_steps[np.frombuffer(tokens.mask, dtype=np.uint8) == 1] for tokens in written])
-    # A version not older than this step comes from a lineage that a restart left behind; it counts as fresh.
-    staleness: npt.NDArray[np.int64] = np.maximum(0, train_step - steps.astype(np.int64) - 1)
-    values, counts = np.unique(staleness, return_counts=True)
-    num_trained = sum(answer.num_trained for group in trained for answer in group.answers)
-    return {
-        "reward/mean": float(flat_scores.mean()),
-        "reward/std": float(flat_scores.std(ddof=1)) if len(flat_scores) > 1 else 0.0,
-        "reward/equal_group_share": float(np.mean([all_equal(row) for row in scores])),
-        "length/mean": float(lengths.mean()),
-        "length/max": float(lengths.max()),
-        "length/truncated_share": float(np.mean(cut)),
-        "staleness/mean": float(staleness.mean()) if len(staleness) else 0.0,
-        "staleness/max": float(staleness.max()) if len(staleness) else 0.0,
-        "staleness/masked_tokens": float(len(staleness) - num_trained),
-        "trained_tokens": float(num_trained),
-        **{f"staleness/tokens_{value}": float(count) for value, count in zip(values, counts, strict=True)},
-        **_reward_means(rollouts),
-    }
-
-
-def _reward_means(rollouts: Sequence[RolloutState]) -> dict[str, float]:
-    """Of each task where there are several, and of each named part, over the rollouts that have it."""
-    rewards: dict[str, list[float]] = defaultdict(list)
-    several = len({rollout.task_name for rollout in rollouts}) > 1
-    for rollout in rollouts:
-        if rollout.reward is None:
-            continue
-        if several:
-            rewards[f"reward/{rollout.task_name}/mean"].append(rollout.reward.score)
-        for name, value in rollout.reward.parts.items():
-            rewards[f"reward/parts/{name}"].append(value)
-    return {name: float(np.mean(values)) for name, values in rewards.items()}
+    masks_truncated = settings.overlong is not None and settings.overlong.mask_truncated
+    num_trained = [answer.num_trained for answer in batch.answers]
+    metrics = batch_metrics(groups, scores, num_trained, batch.train_step, masks_truncated=masks_truncated)
+    if shaped is not scores:
+        metrics["reward/shaped_mean"] = float(np.mean([score for row in shaped for score in row]))
+    return metrics

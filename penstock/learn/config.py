@@ -5,44 +5,62 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from penstock.config import Config, Dtype, import_name, nearest
 from penstock.errors import ConfigError
-from penstock.learn.advantages import ESTIMATORS
+from penstock.learn.advantages import DISCOUNTS, ESTIMATORS
+from penstock.learn.correction import PRESETS, CorrectionConfig
+from penstock.learn.kl import KLConfig
+from penstock.learn.lora import LoRAConfig
+from penstock.learn.losses import LOSSES, CustomLossConfig, LossConfig, PPOLossConfig
+from penstock.learn.overlong import OverlongConfig
 
 if TYPE_CHECKING:
     from penstock.learn.worker import TorchTrainWorker
 
-LOSS_NAMES = ("ppo", "policy_gradient")
+
+def _named_loss(value: Any) -> Any:
+    """A word or the dotted path of a function stands for a loss with its defaults."""
+    if not isinstance(value, str):
+        return value
+    if value in LOSSES:
+        return LOSSES[value]()
+    if "." in value or ":" in value:
+        return CustomLossConfig(function=value)
+    raise ValueError(f"it is not a loss.{nearest(value, list(LOSSES))}")
 
 
-class LossConfig(Config):
-    """What is minimised."""
+def _named_correction(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if value in PRESETS:
+        return PRESETS[value]
+    raise ValueError(f"it is not a preset.{nearest(value, list(PRESETS))}")
 
-    name: str = "ppo"
-    """`ppo`, `policy_gradient`, or the dotted path of a function `(LossTokens, LossConfig) -> LossTerms`."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    clip_high: float = Field(default=0.2, gt=0, le=1e6)
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; a higher clip_high lets rare tokens grow."""
-    ratio_cap: float | None = Field(default=3.0, gt=1, le=1e6)
-    """Of `ppo`: the most a token with a negative advantage counts, as a multiple of that advantage. None: no bound."""
-    aggregation: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
-    """How token losses become one: each token counts the same, each answer counts the same, or (Dr.GRPO) the sum over
-    an answer divided by `constant_length`, then the mean over answers."""
-    constant_length: int | None = Field(default=None, ge=1, le=10**9)
-    importance_cap: float | None = Field(default=None, gt=0, le=1e6)
-    """Weigh each token by min(trainer's probability / engine's probability, this). Off when None. `ppo` uses it when
-    its old logprobs are the trainer's own; against the engine's, the ratio itself is that weight."""
+
+class RanksConfig(Config):
+    """Train ranks in processes or actors of their own: how long they may take, and what happens when one is lost."""
+
+    start_timeout_s: float = Field(default=300.0, gt=0, le=86_400)
+    """For all ranks to start, find each other and load the model."""
+    exchange_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
+    """For one rank to wait for another in the middle of a step: longer than a micro-batch takes."""
+    call_timeout_s: float = Field(default=3600.0, gt=0, le=7 * 86_400)
+    """For a whole train step, a checkpoint or an export."""
+    max_restarts: int = Field(default=3, ge=0, le=1000)
+    """How often the ranks may be lost without a train step in between."""
+    keep_state: bool = True
+    """Copy weights and optimiser after every step to where they outlive the ranks; that takes 24 bytes per weight.
+    Without it a rank that is lost costs all steps after the newest checkpoint."""
 
     def problems(self) -> Iterator[str]:
-        yield from _name_problems("loss.name", self.name, LOSS_NAMES)
-        if (self.aggregation == "constant") != (self.constant_length is not None):
+        if self.exchange_timeout_s > self.call_timeout_s:
             yield (
-                f"loss.aggregation is {self.aggregation!r} and constant_length is {self.constant_length}; "
-                "'constant' needs a constant_length (the longest answer), the others take none"
+                f"exchange_timeout_s is {self.exchange_timeout_s:g} and call_timeout_s {self.call_timeout_s:g}; an "
+                "exchange is a part of a call: the first may not exceed the second"
             )
 
 
@@ -50,15 +68,21 @@ class TrainWorkerConfig(Config):
     """How groups become a gradient, and a gradient a step."""
 
     lr: float = Field(default=1e-6, gt=0, le=10)
+    """Of AdamW, after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Of AdamW."""
     eps: float = Field(default=1e-8, gt=0, le=1)
+    """Of AdamW."""
     weight_decay: float = Field(default=0.0, ge=0, le=1)
     """Of matrices and embeddings. Norms and biases do not decay."""
     warmup_steps: int = Field(default=0, ge=0, le=10**9)
+    """Train steps over which the learning rate rises to `lr`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up, until `total_steps`."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Where linear and cosine end, as a share of `lr`: the step after the last would have it."""
     max_grad_norm: float = Field(default=1.0, gt=0, le=1e9)
+    """A longer gradient is shortened to this."""
     dtype: Dtype = "float32"
     """What matrix products are computed from; their sums, weights, gradients, optimiser and logits are float32 either
     way. Asked for bfloat16, models that are not `fused` and CPUs without AMX run under torch.autocast, the output
@@ -66,9 +90,23 @@ class TrainWorkerConfig(Config):
     device: str = "cpu"
     """Where the model is trained. On anything but the CPU, which has not been tried yet, shared prompts go through
     FlexAttention."""
-    loss: LossConfig = LossConfig()
+    loss: Annotated[LossConfig, BeforeValidator(_named_loss)] = PPOLossConfig()
+    """A configuration of `learn/losses`. For short its name (`ppo`, `gspo`, `cispo`, `dppo`, `pg`), or the dotted path
+    of a function `(LossTokens, CustomLossConfig) -> LossTerms`."""
     advantage: str = "grpo"
+    """An estimator of `learn/advantages.py`, or the dotted path of a function."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """What a reward loses with every token before it; for `reinforce_plus_plus`."""
+    correction: Annotated[CorrectionConfig, BeforeValidator(_named_correction)] = CorrectionConfig()
+    """Of the difference between the engine and the trainer; for short the name of a preset: `tis`, `icepop`, ..."""
+    kl: KLConfig | None = None
+    """A penalty for leaving a reference model."""
+    overlong: OverlongConfig | None = None
+    """What becomes of answers that are too long."""
+    lora: LoRAConfig | None = None
+    """Train an adapter and leave the weights as they are."""
     max_tokens_per_micro_batch: int = Field(default=1024, ge=1, le=10**9)
+    """How much is computed at once: memory against speed."""
     share_prompts: bool = True
     """Compute what several answers or segments have before them once. Falls back to once for each of them for models
     that cannot (metric `shared_prompts`)."""
@@ -76,13 +114,29 @@ class TrainWorkerConfig(Config):
     """Compute the Llama and Qwen families by forward and backward passes written for them, on a CPU. Other models, and
     those that would differ, go through transformers either way (metric `fused`)."""
     activation_checkpointing: bool = False
+    """Compute the layers' activations again in the backward pass: less memory, more time."""
+    sharding: Literal["none", "fsdp2"] = "none"
+    """Of weights, gradients and optimiser over the train ranks. `none`: every rank has all of them. `fsdp2`: each has
+    its share, and a layer is gathered when it is computed; models go through transformers then."""
+    ranks: RanksConfig = RanksConfig()
+    """Their number is `resources.train.num_workers`."""
     updates_per_batch: int = Field(default=1, ge=1, le=10**6)
     """Optimiser updates per train step, each on its share of the groups."""
+    epochs_per_batch: int = Field(default=1, ge=1, le=10**6)
+    """How often a batch is gone through; each time has `updates_per_batch` updates."""
 
     def problems(self) -> Iterator[str]:
         if not all(0 <= beta < 1 for beta in self.betas):
             yield f"betas is {self.betas}; both must be at least 0 and below 1"
         yield from _name_problems("advantage", self.advantage, tuple(ESTIMATORS))
+        if self.gamma != 1 and self.advantage in ESTIMATORS and self.advantage not in DISCOUNTS:
+            yield f"gamma is {self.gamma}; {self.advantage} gives every token of an answer the same, without discount"
+        if self.correction.bypass_mode and self.correction.rollout_is is not None and self.loss.uses_ratio:
+            yield (
+                f"correction.bypass_mode takes the ratio of {type(self.loss).__name__} against the engine: that is the "
+                f"importance weight already; rollout_is={self.correction.rollout_is!r} would apply it twice: use "
+                "bypass_mode=False, or PGLossConfig"
+            )
 
     def lr_at(self, train_step: int, total_steps: int) -> float:
         """The learning rate of a train step (from 1): rises over the warm-up, then falls.

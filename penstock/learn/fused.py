@@ -8,6 +8,7 @@ model, under their names.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,16 @@ from torch.utils.checkpoint import checkpoint
 from penstock.learn.attention import TreeAttention
 from penstock.learn.head import TokenLogprobs, apply_head
 from penstock.learn.linear import Gradients, JoinedLinear
+from penstock.learn.lora import adapters_of
 from penstock.learn.pack import MicroBatch
 from penstock.models.families import head_dim, is_like_llama
 
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
 
 def can_fuse(model: Any) -> bool:
-    return model.device.type == "cpu" and is_like_llama(model.config)
+    adapted = (name.rsplit(".", 1)[-1] for name in adapters_of(model))
+    return model.device.type == "cpu" and is_like_llama(model.config) and all(name in PROJECTIONS for name in adapted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +55,7 @@ class FusedModel:
     """A transformers model seen as its weights. `refresh` after they changed."""
 
     one_row = True
+    module = None
 
     def __init__(
         self,
@@ -59,8 +65,12 @@ class FusedModel:
         *,
         share_prompts: bool = True,
         activation_checkpointing: bool = False,
+        adapted: bool = True,
     ) -> None:
+        """Without `adapted` it is the base under the adapters."""
         self.share_prompts = share_prompts
+        self._adapted = adapted
+        self._frozen = False
         config = model.config
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
@@ -76,18 +86,26 @@ class FusedModel:
         self.refresh()
 
     def refresh(self) -> None:
-        for layer in self._layers:
-            for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
+        if not self._frozen:
+            for linear in (*self._linears(), self._head):
                 linear.refresh()
-        self._head.refresh()
 
-    def logprobs(self, micro_batch: MicroBatch, temperature: float) -> TokenLogprobs:
+    def freeze(self, *, drop_originals: bool) -> None:
+        """The weights never change again; those that are only read as a copy need not be kept beside it."""
+        self._frozen = True
+        if drop_originals:
+            for linear in self._linears():
+                linear.drop_originals()
+
+    def _linears(self) -> Iterator[JoinedLinear]:
+        for layer in self._layers:
+            yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
+
+    def logprobs(self, micro_batch: MicroBatch, *, entropy_gradient: bool = False) -> TokenLogprobs:
         """Of every target of a micro-batch that lies in one row. Gradients are added to the parameters' `.grad`."""
         attention = TreeAttention(micro_batch)
         rope = self._rope(torch.from_numpy(micro_batch.position_ids))
-        hidden: Tensor = _Embed.apply(  # type: ignore[no-untyped-call]
-            self._embedding, self._gradients, torch.from_numpy(micro_batch.input_ids[0])
-        )
+        hidden = self._embed(torch.from_numpy(micro_batch.input_ids[0]))
         for layer in self._layers:
             if self._checkpointing and torch.is_grad_enabled():
                 hidden = checkpoint(self._run_layer, layer, hidden, attention, rope, use_reentrant=False)
@@ -95,7 +113,14 @@ class FusedModel:
                 hidden = self._run_layer(layer, hidden, attention, rope)
         picked = hidden.index_select(0, torch.from_numpy(micro_batch.predicting))
         normed = _NormLinear.apply(picked, self._norm, None)  # type: ignore[no-untyped-call]
-        return apply_head(normed, self._head, torch.from_numpy(micro_batch.targets), temperature)
+        targets, temperatures = torch.from_numpy(micro_batch.targets), torch.from_numpy(micro_batch.temperatures)
+        return apply_head(normed, self._head, targets, temperatures, entropy_gradient=entropy_gradient)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        if self._embedding.requires_grad:
+            return _Embed.apply(self._embedding, self._gradients, ids)  # type: ignore[no-any-return,no-untyped-call]
+        # A frozen one has no gradient, but what comes after it has: autograd must find a beginning.
+        return self._embedding.detach().index_select(0, ids).requires_grad_(torch.is_grad_enabled())
 
     def _run_layer(
         self, layer: _Layer, hidden: Tensor, attention: TreeAttention, rope: tuple[Tensor, Tensor]
@@ -141,7 +166,7 @@ class FusedModel:
         )
 
     def _join(self, *layers: torch.nn.Linear) -> JoinedLinear:
-        return JoinedLinear(list(layers), self.dtype, self._gradients)
+        return JoinedLinear(list(layers), self.dtype, self._gradients, adapted=self._adapted)
 
 
 class _Embed(torch.autograd.Function):
@@ -182,7 +207,8 @@ class _NormLinear(torch.autograd.Function):
             grad = ctx.linear.backward(grad, x[0])
         unit = hidden * scale
         by_unit = grad * unit
-        ctx.norm.gradients.add(ctx.norm.weight, by_unit.sum(0))
+        if ctx.norm.weight.requires_grad:
+            ctx.norm.gradients.add(ctx.norm.weight, by_unit.sum(0))
         # y = unit * w, unit = h * s(h):  dh = s * (w * dy - unit * mean(w * dy * unit))
         along = torch.mv(by_unit, weight).div_(-hidden.shape[1])
         return torch.mul(grad, weight, out=by_unit).addcmul_(unit, along[:, None]).mul_(scale), None, None

@@ -2,16 +2,19 @@
 
 A train step is all or nothing: when the loss or the gradient of any of its updates is not finite, the weights and the
 optimiser are what they were before and `StepRefused` says what was seen.
+
+With several ranks each has a learner. All of them are given the whole batch, so that what a token counts is known
+without asking, and each computes the answers that `deal` gives it; gradients, loss and norm are those of all.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,28 +22,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.errors import RunError, StepRefused, UserFunctionError
-from penstock.learn.batch import TrainBatch
+from penstock.errors import ModelError, RunError, StepRefused, UserFunctionError
+from penstock.learn.batch import TrainBatch, with_columns
 from penstock.learn.config import TrainWorkerConfig
+from penstock.learn.correction import OldPolicy, old_policy
+from penstock.learn.deal import deal
 from penstock.learn.linear import Gradients
-from penstock.learn.load import check_head, choose_way, load_model
-from penstock.learn.losses import LossTerms, LossTokens, answer_weights, get_loss
-from penstock.learn.pack import MicroBatch, pack
+from penstock.learn.load import LogprobModel, check_head, choose_way, idle_micro_batch, load_model
+from penstock.learn.lora import adapter_tensors, merged_tensors, save_adapter
+from penstock.learn.losses import LossTerms, answer_weights
+from penstock.learn.objective import Objective
+from penstock.learn.pack import LongArray, MicroBatch, pack
+from penstock.learn.peers import Alone, Peers
+from penstock.learn.reference import build_reference
+from penstock.learn.rounds import Rounds, StopSign
 from penstock.learn.save import save_hf
-from penstock.learn.state import optimizer_state, read_state, set_optimizer_state, weights_of, write_state
-from penstock.learn.step_metrics import StepMetrics
+from penstock.learn.shard import gathered, own, shard
+from penstock.learn.state import (
+    MODEL,
+    OPTIMIZER,
+    optimizer_state,
+    read_state,
+    set_optimizer_state,
+    weights_of,
+    write_state,
+)
+from penstock.learn.step_metrics import StepMetrics, StepReport
 from penstock.models.bfloat16 import keep_onednn_alive
 from penstock.models.threads import release_threads
-from penstock.ports import TrainOutcome
 from penstock.rollout import FloatArray
-
-
-class Stopped(Exception):
-    """A train step ended early because it was asked to."""
+from penstock.weights.digest import with_pool
+from penstock.weights.stored import tensors_checksum
 
 
 class Learner:
-    """Synchronous, and not for two threads at once; `TorchTrainWorker` gives it one."""
+    """Synchronous, and not for two threads at once; `TorchTrainWorker` gives it one. `peers` are the other ranks."""
 
     def __init__(
         self,
@@ -50,21 +66,38 @@ class Learner:
         total_steps: int,
         deterministic: bool = False,
         threads: int | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self._config = config
+        self._peers = peers or Alone()
+        self._sharded = config.sharding == "fsdp2"
         self._model_dir = model_dir
         self._total_steps = total_steps
         self._deterministic = deterministic
         self._threads = threads
-        self._loss = get_loss(config.loss.name)
+        self._objective = Objective(config)
         self._gradients = Gradients()
         keep_onednn_alive()
         with self._torch_settings():
             self.model = load_model(
-                model_dir, device=config.device, activation_checkpointing=config.activation_checkpointing
+                model_dir,
+                device=config.device,
+                activation_checkpointing=config.activation_checkpointing,
+                lora=config.lora,
             )
             check_head(self.model)
-            self._way = choose_way(self.model, config, self._gradients, deterministic=deterministic)
+            self._way = choose_way(
+                self.model, config, self._gradients, deterministic=deterministic, sharded=self._sharded
+            )
+            self._reference = (
+                build_reference(config.kl, self.model, self._way, config, model_dir, deterministic=deterministic)
+                if config.kl is not None
+                else None
+            )
+        if self._peers.size > 1:
+            self._require_same_weights()
+        if self._sharded:
+            shard(self._way.module, self.model, self._peers.mesh)
         self._parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         decaying = [p for p in self._parameters.values() if p.dim() > 1]
         others = [p for p in self._parameters.values() if p.dim() <= 1]
@@ -77,31 +110,36 @@ class Learner:
         )
         self.steps_done = 0
 
-    def train(self, batch: TrainBatch, stopped: threading.Event) -> TrainOutcome:
-        """One train step. `stopped` ends it between two micro-batches with Stopped, like a refused one.
+    def train(self, batch: TrainBatch, stopped: StopSign) -> StepReport:
+        """This rank's part of one train step. `stopped`, on any rank, ends it between two micro-batches with Stopped.
 
         Raises StepRefused, weights and optimiser unchanged; RunError for a batch it cannot split.
         """
         with self._torch_settings():
             return self._train(batch, stopped)
 
-    def _train(self, batch: TrainBatch, stopped: threading.Event) -> TrainOutcome:
-        started = time.perf_counter()
+    def _train(self, batch: TrainBatch, stopped: StopSign) -> StepReport:
+        step = StepMetrics()
         lr = self._config.lr_at(self.steps_done + 1, self._total_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        updates = self._updates(batch)
+        count = self._config.updates_per_batch * self._config.epochs_per_batch
+        old = old_policy(self._config.correction, self._config.loss, on_policy=batch.on_policy, num_updates=count)
+        if old == "proximal":
+            with step.timed("proximal"):
+                batch = with_columns(batch, proximal_logprobs=self._scored(batch, self._way, stopped))
+        if self._objective.kl_in_loss and batch.segments[0].reference_logprobs is None:
+            with step.timed("reference"):
+                batch = with_columns(batch, reference_logprobs=self._scored(batch, self._required_reference(), stopped))
+        updates = self._updates(batch) * self._config.epochs_per_batch
         # An update that is refused comes before its own optimiser step; only earlier updates must be undone.
         before = self._snapshot() if len(updates) > 1 else None
-        step = StepMetrics()
         logprobs: dict[str, list[FloatArray]] = {}
         try:
             for update in updates:
-                seen = TokenTable(update)
-                self._update(
-                    update, on_policy=len(updates) == 1 and batch.on_policy, step=step, seen=seen, stopped=stopped
-                )
-                logprobs |= seen.by_rollout()
+                for rollout, computed in self._update(update, old=old, step=step, stopped=stopped).items():
+                    # Those of the first time that an answer is gone through.
+                    logprobs.setdefault(rollout, computed)
         except BaseException:
             if before is not None:
                 self._restore(before)
@@ -109,45 +147,119 @@ class Learner:
         finally:
             self._gradients.clear(self._parameters.values())
         self.steps_done += 1
-        seconds = time.perf_counter() - started
-        metrics = {
-            **step.metrics(),
+        settings = {
             "lr": lr,
             "shared_prompts": float(self._way.share_prompts),
             "fused": float(self._way.one_row),
             "bfloat16": float(self._way.dtype == torch.bfloat16),
-            "seconds/total": seconds,
-            "tokens_per_s": step.tokens / seconds,
         }
-        return TrainOutcome(metrics=metrics, logprobs=logprobs)
+        return step.report(settings, logprobs)
 
     def score(self, batch: TrainBatch) -> dict[str, list[FloatArray]]:
-        """The logprob of every token, trained or not, by rollout and segment."""
-        table = TokenTable(batch)
-        with self._torch_settings(), torch.no_grad():
-            self._way.refresh()
-            for micro_batch in self._pack(batch, every_token=True):
-                table.add(micro_batch, self._way.logprobs(micro_batch, batch.temperature).logprobs)
-        return table.by_rollout()
+        """The logprob of every token, trained or not, of this rank's answers, by rollout and segment."""
+        with self._torch_settings():
+            return self._table(batch, self._way, threading.Event(), every_token=True).by_rollout()
+
+    def score_reference(self, batch: TrainBatch) -> dict[str, list[FloatArray]]:
+        """As `score`, of the reference model. Raises RunError where there is none."""
+        with self._torch_settings():
+            return self._table(batch, self._required_reference(), threading.Event(), every_token=True).by_rollout()
+
+    def _required_reference(self) -> LogprobModel:
+        if self._reference is None:
+            raise RunError("there is no reference model: train.kl is not set")
+        return self._reference
+
+    def _scored(self, batch: TrainBatch, way: LogprobModel, stopped: StopSign) -> dict[str, list[FloatArray]]:
+        """A column of the batch: the logprobs of this rank's trained tokens, NaN elsewhere.
+
+        Update by update, because answers are dealt so.
+        """
+        column: dict[str, list[FloatArray]] = {}
+        for update in self._updates(batch):
+            column |= self._table(update, way, stopped).of_every_rollout()
+        return column
+
+    def _table(
+        self, batch: TrainBatch, way: LogprobModel, stopped: StopSign, *, every_token: bool = False
+    ) -> TokenTable:
+        table = TokenTable(batch, self._deal(batch, every_token=every_token))
+        with torch.no_grad():
+            way.refresh()
+            rounds = self._rounds(batch, table.answers, stopped, way, every_token=every_token)
+            for micro_batch in rounds:
+                with rounds.guard():
+                    computed = way.logprobs(micro_batch or idle_micro_batch(way))
+                    if micro_batch is not None:
+                        table.add(micro_batch, computed.logprobs)
+            self._reshard()
+        return table
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The live weights by their Hugging Face names; tied ones once, under the name of the first."""
-        return weights_of(self.model)
+        """What engines are given: the live weights by their Hugging Face names; tied ones once, under the name of the
+        first. With LoRA the adapter is in them, or it is all that they are given.
+
+        Of sharded weights all rows, one tensor after the other: every rank must go through to the end.
+        """
+        if self._config.lora is None:
+            return ((name, gathered(tensor)) for name, tensor in weights_of(self.model))
+        return merged_tensors(self.model) if self._config.lora.sync == "merged" else adapter_tensors(self.model)
 
     def save(self, directory: Path) -> None:
-        """Weights, optimiser and schedule, as files into `directory`. Raises StorageError."""
-        write_state(directory, self.model, self._optimizer_state())
+        """Weights, optimiser and schedule, as files into `directory`. Raises StorageError.
+
+        Of sharded weights every rank writes what it has; otherwise the first rank writes everything.
+        """
+        if self._sharded:
+            write_state(directory, self.model, self._optimizer_state(), shard=self._peers.rank)
+        elif self._peers.rank == 0:
+            write_state(directory, self.model, self._optimizer_state())
 
     def load(self, directory: Path) -> None:
-        """What `save` wrote. Raises CheckpointError, nothing changed, when it is not of this model."""
+        """What `save` wrote, of any number of ranks. Raises CheckpointError, nothing changed, when it does not fit."""
         weights, state = read_state(directory, self.model, self._parameters)
-        for name, tensor in self.tensors():
-            tensor.copy_(weights[name])
+        for name, tensor in weights_of(self.model):
+            own(tensor).copy_(weights[name])
         self.steps_done = set_optimizer_state(self._optimizer, self._parameters, state)
+        self._reshard()
+
+    def state(self) -> dict[str, Tensor]:
+        """What this rank holds of weights, optimiser and schedule, as it is in memory."""
+        optimizer = {f"{OPTIMIZER}/{key}": own(value) for key, value in self._optimizer_state().items()}
+        return {f"{MODEL}/{name}": own(tensor) for name, tensor in weights_of(self.model)} | optimizer
+
+    def set_state(self, state: Mapping[str, Tensor]) -> None:
+        """What `state` gave, here or in another process of the same rank."""
+        for name, tensor in weights_of(self.model):
+            own(tensor).copy_(state[f"{MODEL}/{name}"])
+        prefix = f"{OPTIMIZER}/"
+        moments = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        self.steps_done = set_optimizer_state(self._optimizer, self._parameters, moments)
+        self._reshard()
 
     def save_hf(self, directory: Path) -> None:
-        """A float32 model directory with its tokenizer, whole or not there. Raises StorageError."""
-        save_hf(self.model, self._model_dir, directory)
+        """A float32 model directory with its tokenizer, whole or not there; with LoRA the adapter is in the weights,
+        and also by itself in `adapter/`. Raises StorageError.
+
+        The first rank writes it; of sharded weights every rank must ask.
+        """
+        lora = self._config.lora
+        weights = None
+        if lora is not None:
+            weights = {name: tensor.cpu() for name, tensor in merged_tensors(self.model)}
+        elif self._sharded:
+            weights = {name: tensor.cpu() for name, tensor in self.tensors()}
+        if self._peers.rank == 0:
+            save_hf(self.model, self._model_dir, directory, weights, beside=self._save_adapter if lora else None)
+
+    def _save_adapter(self, directory: Path) -> None:
+        assert self._config.lora is not None
+        save_adapter(self.model, self._config.lora, str(self._model_dir), directory / "adapter")
+
+    def _require_same_weights(self) -> None:
+        found = with_pool(lambda pool: tensors_checksum(dict(weights_of(self.model)), pool))
+        if not self._peers.all_equal(bytes.fromhex(found)):
+            raise ModelError(f"{self._model_dir}: the ranks found different weights there; every node needs the same")
 
     def _optimizer_state(self) -> dict[str, Tensor]:
         return optimizer_state(self._optimizer, self._parameters, self.steps_done)
@@ -162,25 +274,34 @@ class Learner:
         return [replace(batch, groups=batch.groups[a:b]) for a, b in itertools.pairwise(bounds)]
 
     def _update(
-        self, batch: TrainBatch, *, on_policy: bool, step: StepMetrics, seen: TokenTable, stopped: threading.Event
-    ) -> None:
+        self, batch: TrainBatch, *, old: OldPolicy, step: StepMetrics, stopped: StopSign
+    ) -> dict[str, list[FloatArray]]:
+        """The logprobs that this rank computed, by rollout."""
+        seen = TokenTable(batch, self._deal(batch))
         num_trained = np.asarray([answer.num_trained for answer in batch.answers])
         if not num_trained.any():
             # Every group of this mini-batch is masked; there is no gradient to step along.
-            return
+            return seen.by_rollout()
         weights = answer_weights(num_trained, self._config.loss)
         self._gradients.clear(self._parameters.values())
         with step.timed("round"):
             self._way.refresh()
         loss = 0.0
-        for micro_batch in self._pack(batch):
-            if stopped.is_set():
-                raise Stopped
-            computed, part = self._accumulate(micro_batch, weights, batch.temperature, on_policy, step)
-            seen.add(micro_batch, computed)
-            loss += part
+        rounds = self._rounds(batch, seen.answers, stopped, self._way)
+        for micro_batch in rounds:
+            with rounds.guard():
+                if micro_batch is None:
+                    (0.0 * self._way.logprobs(self._idle).logprobs).sum().backward()
+                    continue
+                computed, part = self._accumulate(micro_batch, weights, old, batch.train_step, step, rounds)
+                seen.add(micro_batch, computed)
+                loss += part
+        with step.timed("exchange"):
+            loss = self._peers.total(loss)
+            if not self._sharded:
+                self._peers.sum_gradients(self._parameters.values())
         with step.timed("clip"):
-            norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_grad_norm).item()
+            norm = _number(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_grad_norm))
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise StepRefused(
                 f"train step {batch.train_step}: loss is {loss}, gradient norm is {norm}; "
@@ -188,61 +309,76 @@ class Learner:
             )
         with step.timed("optimizer"):
             self._optimizer.step()
-            largest = torch.nn.utils.get_total_norm(self._parameters.values(), math.inf).item()
+            largest = _number(torch.nn.utils.get_total_norm(self._parameters.values(), math.inf))
         if not math.isfinite(largest):
             raise RunError(
                 f"train step {batch.train_step}: the optimiser made weights that are not finite, with a gradient that "
                 f"is; lr is {self._config.lr}, weight_decay {self._config.weight_decay}. Resume with smaller ones"
             )
         step.end_update(loss, norm)
+        return seen.by_rollout()
 
     def _accumulate(
         self,
         micro_batch: MicroBatch,
         weights: np.ndarray[tuple[int], np.dtype[np.float64]],
-        temperature: float,
-        on_policy: bool,
+        old: OldPolicy,
+        train_step: int,
         step: StepMetrics,
+        rounds: Rounds,
     ) -> tuple[Tensor, float]:
         """The logprobs, and this micro-batch's part of the loss; its gradient is added to that of the others."""
         with step.timed("forward"):
-            computed = self._way.logprobs(micro_batch, temperature)
+            computed = self._way.logprobs(micro_batch, entropy_gradient=self._objective.entropy_gradient)
             logprobs = computed.logprobs
-            tokens = LossTokens(
-                logprobs=logprobs,
-                engine_logprobs=torch.from_numpy(micro_batch.engine_logprobs).to(logprobs),
-                advantages=torch.from_numpy(micro_batch.advantages).to(logprobs),
-                on_policy=on_policy,
-            )
-            terms = self._loss_terms(tokens)
+            tokens = self._objective.tokens(micro_batch, computed, old, train_step=train_step)
+            try:
+                terms = self._objective(tokens, old)
+            except UserFunctionError as error:
+                if not self._sharded:
+                    raise
+                # The others make this backward pass, and wait for this rank in it.
+                rounds.failure, terms = error, LossTerms(0.0 * logprobs)
             weight = torch.from_numpy(weights[micro_batch.answer_index]).to(logprobs)
             loss = (terms.loss * weight).sum()
         with step.timed("backward"):
             loss.backward()
-        step.add(micro_batch, tokens, {"entropy": computed.entropy, **terms.shares})
+        step.add(micro_batch, tokens, {"entropy": computed.entropy.detach(), **terms.shares})
         return logprobs.detach(), loss.item()
 
-    def _loss_terms(self, tokens: LossTokens) -> LossTerms:
-        name = self._config.loss.name
-        try:
-            terms = self._loss(tokens, self._config.loss)
-        except Exception as error:
-            raise UserFunctionError(f"loss {name} raised {type(error).__name__}: {error}") from error
-        if not isinstance(terms, LossTerms):
-            raise UserFunctionError(f"loss {name} returned a {type(terms).__name__}; it must return LossTerms")
-        wrong = {key: value for key, value in {"loss": terms.loss, **terms.shares}.items() if not _fits(value, tokens)}
-        if wrong:
-            raise UserFunctionError(f"loss {name}: {sorted(wrong)} must be tensors of {len(tokens.logprobs)} numbers")
-        return terms
+    def _deal(self, batch: TrainBatch, *, every_token: bool = False) -> LongArray:
+        """The answers that this rank computes."""
+        return deal(batch, self._peers.size, every_token=every_token)[self._peers.rank]
 
-    def _pack(self, batch: TrainBatch, *, every_token: bool = False) -> list[MicroBatch]:
-        return pack(
+    def _rounds(
+        self,
+        batch: TrainBatch,
+        answers: LongArray,
+        stopped: StopSign,
+        way: LogprobModel,
+        *,
+        every_token: bool = False,
+    ) -> Rounds:
+        micro_batches = pack(
             batch,
             max_tokens=self._config.max_tokens_per_micro_batch,
-            share_prompts=self._way.share_prompts,
-            one_row=self._way.one_row,
+            share_prompts=way.share_prompts,
+            one_row=way.one_row,
             every_token=every_token,
+            whole_answers=self._objective.whole_answers and not every_token,
+            answers=answers,
         )
+        return Rounds(self._peers, micro_batches, stopped, together=self._sharded)
+
+    @functools.cached_property
+    def _idle(self) -> MicroBatch:
+        """What is computed when only the other ranks have something to compute."""
+        return idle_micro_batch(self._way)
+
+    def _reshard(self) -> None:
+        """Weights that were gathered for a pass are not the newest when others take their place."""
+        if self._sharded:
+            self._way.module.reshard()
 
     def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         weights = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
@@ -272,14 +408,16 @@ class Learner:
             release_threads()
 
 
-def _fits(value: object, tokens: LossTokens) -> bool:
-    return isinstance(value, Tensor) and value.shape == tokens.logprobs.shape
+def _number(value: Tensor) -> float:
+    """Of a tensor that may be a sum over ranks."""
+    return gathered(value).item()
 
 
 class TokenTable:
-    """One number per token of a batch, NaN until it is computed."""
+    """One number per token of a batch, NaN until it is computed; of these answers some are."""
 
-    def __init__(self, batch: TrainBatch) -> None:
+    def __init__(self, batch: TrainBatch, answers: LongArray) -> None:
+        self.answers = answers
         self._batch = batch
         self._values = np.full(sum(len(segment) for segment in batch.segments), np.nan, dtype=np.float32)
 
@@ -287,7 +425,12 @@ class TokenTable:
         self._values[micro_batch.token_index] = values.float().cpu().numpy()
 
     def by_rollout(self) -> dict[str, list[FloatArray]]:
-        """One array per segment."""
+        """One array per segment, of the table's answers."""
+        every = list(self.of_every_rollout().items())
+        return dict(every[index] for index in self.answers)
+
+    def of_every_rollout(self) -> dict[str, list[FloatArray]]:
+        """As `by_rollout`, NaN for the others'."""
         ends = np.cumsum([len(segment) for segment in self._batch.segments])
         pieces = iter(np.split(self._values, ends[:-1]))
         return {answer.rollout_id: [next(pieces) for _ in answer.segments] for answer in self._batch.answers}

@@ -3,16 +3,25 @@
 In bfloat16 a layer keeps a rounded copy of its weights (as `models.rounding` makes it), and only the operands of a
 product are rounded: sums, results and gradients are float32. A weight's gradient is added into its `.grad` by the
 product that makes it, without a temporary of the weight's size.
+
+A layer with an adapter keeps a copy with the adapter in it, which is what the engine multiplies with too. It has no
+gradient of its own then; with g that of the outputs y = (W + s B A) x, those of the adapter are
+
+    d B = s g^T (x A^T)        d A = s (g B)^T x
+
+which are products as narrow as the adapter. What is frozen costs no gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Linear
 
+from penstock.learn.lora import Adapter, adapter_of, base_of
 from penstock.models.bfloat16 import product
 from penstock.models.rounding import copy_weights
 
@@ -55,31 +64,42 @@ class Gradients:
 class JoinedLinear:
     """Linear layers that read the same input, their outputs side by side."""
 
-    def __init__(self, layers: list[Linear], dtype: torch.dtype, gradients: Gradients) -> None:
+    def __init__(self, layers: list[Any], dtype: torch.dtype, gradients: Gradients, *, adapted: bool = True) -> None:
+        """Without `adapted` the layers are taken without their adapters."""
         self.dtype = dtype
         """Of the operands: bfloat16, or that of the weights."""
-        self._layers = layers
+        self._layers: list[Linear] = [base_of(layer) for layer in layers]
+        self._adapters: list[Adapter | None] = [adapter_of(layer) if adapted else None for layer in layers]
         self._gradients = gradients
         ends = torch.tensor([layer.out_features for layer in layers]).cumsum(0).tolist()
         self._columns = [slice(end - layer.out_features, end) for layer, end in zip(layers, ends, strict=True)]
-        self._rounded: Tensor | None = None
-        if dtype == torch.bfloat16:
-            self._rounded = torch.empty(ends[-1], layers[0].in_features, dtype=dtype)
+        self._copy: Tensor | None = None
+        """What is multiplied with where that is not the weights themselves: rounded, or with an adapter in it."""
+        if dtype == torch.bfloat16 or any(self._adapters):
+            self._copy = torch.empty(ends[-1], layers[0].in_features, dtype=dtype)
         self.out_features: int = ends[-1]
 
     def refresh(self) -> None:
-        """Round the weights as they are now."""
-        if self._rounded is not None:
-            for layer, columns in zip(self._layers, self._columns, strict=True):
-                copy_weights(layer.weight.detach(), self._rounded[columns])
+        """Take the weights as they are now."""
+        if self._copy is None:
+            return
+        for layer, adapter, columns in zip(self._layers, self._adapters, self._columns, strict=True):
+            weight = layer.weight.detach()
+            copy_weights(weight if adapter is None else weight + adapter.delta(), self._copy[columns])
+
+    def drop_originals(self) -> None:
+        """Free the weights themselves where a copy is what is read."""
+        if self._copy is not None:
+            for layer in self._layers:
+                layer.weight.data = layer.weight.new_empty(0)
 
     def forward(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         """x [tokens, in] of this layer's dtype -> float32 [tokens, out]; plus `add_to`, which is overwritten."""
         out = x.new_empty(len(x), self.out_features, dtype=self._result_dtype) if add_to is None else add_to
-        if self._rounded is not None:
-            multiply(x, self._rounded.t(), out, add=add_to is not None)
+        if self._copy is not None:
+            multiply(x, self._copy.t(), out, add=add_to is not None)
         for layer, columns in zip(self._layers, self._columns, strict=True):
-            if self._rounded is None:
+            if self._copy is None:
                 multiply(x, layer.weight.detach().t(), out[:, columns], add=add_to is not None)
             if layer.bias is not None:
                 out[:, columns] += layer.bias.detach()
@@ -88,16 +108,31 @@ class JoinedLinear:
     def backward(self, grad: Tensor, x: Tensor) -> Tensor:
         """The gradient of x; those of weights and biases are added where they belong."""
         rounded = grad.to(self.dtype)
+        self.add_gradient(rounded, x)
         for layer, columns in zip(self._layers, self._columns, strict=True):
-            self._gradients.add_product(layer.weight, rounded[:, columns].t(), x)
-            if layer.bias is not None:
+            if layer.bias is not None and layer.bias.requires_grad:
                 self._gradients.add(layer.bias, grad[:, columns].sum(0))
         return self.multiply_back(rounded)
 
+    def add_gradient(self, grad: Tensor, x: Tensor) -> None:
+        """Of the weights, from [tokens, out] and [tokens, in] of this layer's dtype."""
+        for layer, adapter, columns in zip(self._layers, self._adapters, self._columns, strict=True):
+            if adapter is not None:
+                self._add_adapter_gradient(adapter, grad[:, columns], x)
+            elif layer.weight.requires_grad:
+                self._gradients.add_product(layer.weight, grad[:, columns].t(), x)
+
+    def _add_adapter_gradient(self, adapter: Adapter, grad: Tensor, x: Tensor) -> None:
+        a, b = adapter.a.detach(), adapter.b.detach()
+        inner = (multiply(x, a.t().to(x.dtype)) * adapter.scale).to(x.dtype)
+        back = (multiply(grad, b.to(x.dtype)) * adapter.scale).to(x.dtype)
+        self._gradients.add_product(adapter.b, grad.t(), inner)
+        self._gradients.add_product(adapter.a, back.t(), x)
+
     def multiply_back(self, rounded: Tensor) -> Tensor:
         """[tokens, out] of this layer's dtype times the weights: [tokens, in]."""
-        if self._rounded is not None:
-            return multiply(rounded, self._rounded)
+        if self._copy is not None:
+            return multiply(rounded, self._copy)
         first, *others = zip(self._layers, self._columns, strict=True)
         result = multiply(rounded[:, first[1]], first[0].weight.detach())
         for layer, columns in others:
@@ -108,10 +143,6 @@ class JoinedLinear:
     def weight(self) -> Tensor:
         """Of the first, which is the only one where this is asked."""
         return self._layers[0].weight
-
-    @property
-    def gradients(self) -> Gradients:
-        return self._gradients
 
     @property
     def _result_dtype(self) -> torch.dtype:

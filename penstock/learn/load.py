@@ -19,7 +19,9 @@ from penstock.learn.fused import FusedModel, can_fuse
 from penstock.learn.head import TokenLogprobs
 from penstock.learn.linear import Gradients
 from penstock.learn.logprobs import PlainModel
+from penstock.learn.lora import LoRAConfig, attach
 from penstock.learn.pack import MicroBatch, pack
+from penstock.learn.recompute import recompute_layers
 from penstock.models.bfloat16 import choose_dtype, has_fast_products
 from penstock.models.load import load_causal_lm
 from penstock.rollout import ROOT, IntArray
@@ -36,14 +38,18 @@ class LogprobModel(Protocol):
     """How it wants its micro-batches packed."""
     dtype: torch.dtype
     """Of what matrix products are computed from."""
+    module: Any
+    """All of the forward pass as one module, of a way that can be sharded."""
 
     def refresh(self) -> None:
         """The weights have changed."""
 
-    def logprobs(self, micro_batch: MicroBatch, temperature: float) -> TokenLogprobs: ...
+    def logprobs(self, micro_batch: MicroBatch, *, entropy_gradient: bool = False) -> TokenLogprobs: ...
 
 
-def load_model(model_dir: Path, *, device: str = "cpu", activation_checkpointing: bool = False) -> Any:
+def load_model(
+    model_dir: Path, *, device: str = "cpu", activation_checkpointing: bool = False, lora: LoRAConfig | None = None
+) -> Any:
     """A causal LM in float32 from a Hugging Face directory, without remote code and without dropout."""
     model = load_causal_lm(model_dir)
     try:
@@ -55,17 +61,11 @@ def load_model(model_dir: Path, *, device: str = "cpu", activation_checkpointing
     embedding = model.get_input_embeddings()
     if getattr(embedding, "padding_idx", None) is not None:
         embedding.padding_idx = None
+    if lora is not None:
+        attach(model, lora, str(model_dir))
     if activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        # transformers checkpoints only in training mode, which also turns dropout on; the engine has none.
-        model.train()
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-            if hasattr(module, "attention_dropout"):
-                module.attention_dropout = 0.0
-    else:
-        model.eval()
+        recompute_layers(model)
+    model.eval()
     return model
 
 
@@ -75,7 +75,7 @@ def check_head(model: Any) -> None:
     name = type(model).__name__
     if head is None or getattr(head, "bias", None) is not None:
         raise ModelError(f"{name} has no output embedding, or one with a bias; it cannot be trained")
-    difference = _difference(model, PlainModel(model, Gradients(), torch.float32, share_prompts=False))
+    difference = _difference(model, PlainModel(model, share_prompts=False))
     if not difference < TOLERANCE:
         raise ModelError(
             f"{name}: logprobs from the output embedding differ from the model's own by {difference:.2g}; "
@@ -92,7 +92,7 @@ def can_share_prompts(model: Any) -> bool:
         return False
     own = config._attn_implementation
     try:
-        shares = _difference(model, PlainModel(model, Gradients(), torch.float32, share_prompts=True)) < TOLERANCE
+        shares = _difference(model, PlainModel(model, share_prompts=True)) < TOLERANCE
     except (ValueError, RuntimeError, TypeError, IndexError, AttributeError):
         shares = False
     if not shares and config._attn_implementation != own:
@@ -100,9 +100,11 @@ def can_share_prompts(model: Any) -> bool:
     return shares
 
 
-def choose_way(model: Any, config: TrainWorkerConfig, gradients: Gradients, *, deterministic: bool) -> LogprobModel:
-    """The fused one for models and dtypes it serves, as far as it agrees with the plain one."""
-    fused = config.fused and can_fuse(model)
+def choose_way(
+    model: Any, config: TrainWorkerConfig, gradients: Gradients, *, deterministic: bool, sharded: bool = False
+) -> LogprobModel:
+    """The fused one for models and dtypes it serves, as far as it agrees with the plain one; never for shards."""
+    fused = config.fused and can_fuse(model) and not sharded
     if fused:
         exact = FusedModel(model, gradients, torch.float32, share_prompts=config.share_prompts)
         fused = _difference(model, exact) < TOLERANCE
@@ -116,7 +118,7 @@ def choose_way(model: Any, config: TrainWorkerConfig, gradients: Gradients, *, d
             activation_checkpointing=config.activation_checkpointing,
         )
     share_prompts = config.share_prompts and can_share_prompts(model)
-    return PlainModel(model, gradients, dtype, share_prompts=share_prompts)
+    return PlainModel(model, dtype, share_prompts=share_prompts)
 
 
 def _difference(model: Any, way: LogprobModel) -> float:
@@ -141,7 +143,7 @@ def _difference(model: Any, way: LogprobModel) -> float:
     with torch.no_grad():
         for micro_batch in pack(batch, max_tokens=256, share_prompts=way.share_prompts, one_row=way.one_row):
             where = torch.from_numpy(micro_batch.token_index).to(ours.device)
-            ours[where] = way.logprobs(micro_batch, 1.0).logprobs.to(ours)
+            ours[where] = way.logprobs(micro_batch).logprobs.to(ours)
     # The maximum of a tensor is NaN when one of them is; Python's would pass over it.
     return (ours - plain).abs().max().item()
 
@@ -156,3 +158,11 @@ def _plain_logprobs(model: Any, context: IntArray, ids: IntArray) -> torch.Tenso
 def _probe(ids: IntArray, parent: int, start: int) -> TrainSegment:
     zeros = np.zeros(len(ids), dtype=np.float32)
     return TrainSegment(ids, zeros, zeros, np.ones(len(ids), np.uint8), np.zeros(len(ids), np.int32), parent, start)
+
+
+def idle_micro_batch(way: LogprobModel) -> MicroBatch:
+    """One token after another: the least that goes through a model."""
+    one = np.zeros(1, dtype=np.int32)
+    batch = TrainBatch(0, [TrainGroup("idle", one, [TrainAnswer("idle/0", 0.0, 0.0, [_probe(one, ROOT, 1)])])])
+    [micro_batch] = pack(batch, max_tokens=1, share_prompts=way.share_prompts, one_row=way.one_row)
+    return micro_batch

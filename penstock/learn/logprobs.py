@@ -1,5 +1,7 @@
 """The logprobs of a micro-batch through the modules of transformers: any causal LM, torch.autocast for bfloat16.
 
+Gradients are autograd's own, so whatever hangs on the modules works: sharded weights, adapters, hooks.
+
 autocast rounds the weights of linear layers to the nearest. They are given to it rounded as an engine has them.
 """
 
@@ -14,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.learn.head import TokenLogprobs, apply_head
-from penstock.learn.linear import Gradients, JoinedLinear
+from penstock.learn.head import TokenLogprobs, apply_plain_head
 from penstock.learn.pack import MicroBatch
 from penstock.models.rounding import rounded
 
@@ -26,9 +27,7 @@ class PlainModel:
 
     one_row = False
 
-    def __init__(
-        self, model: Any, gradients: Gradients, dtype: torch.dtype = torch.float32, *, share_prompts: bool
-    ) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype = torch.float32, *, share_prompts: bool) -> None:
         self.share_prompts = share_prompts
         self._model, self.dtype = model, dtype
         # A dense mask is as long as a row squared; a GPU need not make it. On a CPU FlexAttention has no backward pass.
@@ -37,33 +36,54 @@ class PlainModel:
             model.set_attn_implementation("flex_attention")
         if dtype == torch.bfloat16:
             _round_linear_layers(model)
-        head = model.get_output_embeddings()
-        # Its dtype is that of the weights under autocast too.
-        self._head = JoinedLinear([head], head.weight.dtype, gradients)
+        self.module = _ToLogprobs(model, dtype)
+        """All of the forward pass as one module: what shards the weights sees where it begins and ends."""
 
     def refresh(self) -> None:
         """The weights are read where they are."""
 
-    def logprobs(self, micro_batch: MicroBatch, temperature: float) -> TokenLogprobs:
+    def logprobs(self, micro_batch: MicroBatch, *, entropy_gradient: bool = False) -> TokenLogprobs:
         """log_softmax(logits / temperature) of every target of the micro-batch."""
         ends = torch.from_numpy(micro_batch.ends)
-        weight = self._head.weight
-        device = weight.device
+        device = self._model.device
         mask: Any
         if self._flex:
             mask = flex_mask(ends.to(device))
         else:
-            mask = dense_mask(ends, weight.dtype) if self.share_prompts else padding_mask(micro_batch)
-        with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
-            hidden = self._model.base_model(
-                input_ids=torch.from_numpy(micro_batch.input_ids).to(device),
-                attention_mask=mask if self._flex else mask.to(device),
-                position_ids=torch.from_numpy(micro_batch.position_ids).to(device),
-                use_cache=False,
+            mask = dense_mask(ends, self._model.dtype) if self.share_prompts else padding_mask(micro_batch)
+            mask = mask.to(device)
+        columns = (micro_batch.input_ids, micro_batch.position_ids, micro_batch.predicting, micro_batch.targets)
+        ids, positions, predicting, targets = (torch.from_numpy(column).to(device) for column in columns)
+        temperatures = torch.from_numpy(micro_batch.temperatures).to(device)
+        return TokenLogprobs(*self.module(ids, mask, positions, predicting, targets, temperatures, entropy_gradient))
+
+
+class _ToLogprobs(torch.nn.Module):
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model, self._dtype = model, dtype
+
+    def forward(
+        self,
+        ids: Tensor,
+        mask: Any,
+        positions: Tensor,
+        predicting: Tensor,
+        targets: Tensor,
+        temperatures: Tensor,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        with torch.autocast(ids.device.type, self._dtype, enabled=self._dtype != torch.float32):
+            hidden = self.model.base_model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
             ).last_hidden_state
-        picked = hidden.flatten(0, 1).index_select(0, torch.from_numpy(micro_batch.predicting).to(device))
-        targets = torch.from_numpy(micro_batch.targets).to(device)
-        return apply_head(picked.to(weight.dtype), self._head, targets, temperature)
+        picked = hidden.flatten(0, 1).index_select(0, predicting)
+        head = self.model.get_output_embeddings()
+        # Under autocast too the head's dtype is that of its weights.
+        computed = apply_plain_head(
+            picked.to(head.weight.dtype), head, targets, temperatures, entropy_gradient=entropy_gradient
+        )
+        return computed.logprobs, computed.entropy
 
 
 def _round_linear_layers(model: Any) -> None:

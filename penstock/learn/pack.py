@@ -21,9 +21,11 @@ answer's last token.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,12 +55,16 @@ class MicroBatch:
     predicting: LongArray
     """Index of the cell, in the flattened rows, whose logits predict the token."""
     targets: LongArray
-    engine_logprobs: FloatArray
-    advantages: FloatArray
     answer_index: LongArray
     """Which answer of the batch the token belongs to."""
     token_index: LongArray
     """Which token of the batch it is, counted over its segments in order."""
+    engine_logprobs: FloatArray
+    advantages: FloatArray
+    temperatures: FloatArray
+    model_steps: IntArray
+    reference_logprobs: FloatArray | None = None
+    proximal_logprobs: FloatArray | None = None
 
     @property
     def num_cells(self) -> int:
@@ -102,6 +108,9 @@ class _Piece:
         return sum(self.sizes.values())
 
 
+_Bundle = list[_Piece]
+
+
 def pack(
     batch: TrainBatch,
     *,
@@ -109,17 +118,23 @@ def pack(
     share_prompts: bool = True,
     one_row: bool = False,
     every_token: bool = False,
+    whole_answers: bool = False,
+    answers: LongArray | None = None,
 ) -> list[MicroBatch]:
-    """Every trained token (or every token that has a context) of the batch, exactly once.
+    """Every trained token (or every token that has a context) of the batch, or of these `answers` of it, exactly once.
 
     A tree larger than `max_tokens` is split, each piece with its context; a single segment is never split, so one that
-    is larger alone makes a micro-batch of its own. Without `share_prompts` each segment is a row with all that comes
-    before it, which a plain causal mask serves; with `one_row` all of them lie in a single one.
+    is larger alone makes a micro-batch of its own. With `whole_answers` that holds for an answer of several segments.
+    Without `share_prompts` each segment is a row with all that comes before it, which a plain causal mask serves; with
+    `one_row` all of them lie in a single one.
     """
-    trees = _trees(batch, every_token)
-    pieces = [piece for tree in trees for piece in _pieces(tree, max_tokens if share_prompts else 0)]
+    bundles = [
+        bundle
+        for tree in _trees(batch, every_token, None if answers is None else set(answers.tolist()))
+        for bundle in _bundles(tree, max_tokens, share_prompts=share_prompts, whole_answers=whole_answers)
+    ]
     # Longest first, so that the rows of a micro-batch have near lengths; the sort is stable, hence repeatable.
-    waiting = sorted(pieces, key=lambda piece: -piece.length)
+    waiting = sorted(bundles, key=lambda bundle: -max(piece.length for piece in bundle))
     micro_batches = []
     while waiting:
         if one_row:
@@ -130,7 +145,7 @@ def pack(
     return micro_batches
 
 
-def _trees(batch: TrainBatch, every_token: bool) -> list[list[_Run]]:
+def _trees(batch: TrainBatch, every_token: bool, answers: set[int] | None) -> list[list[_Run]]:
     """One for each prompt, whichever groups ask it."""
     trees: dict[bytes, list[_Run]] = {}
     nothing = np.zeros(0, dtype=np.int64)
@@ -144,6 +159,8 @@ def _trees(batch: TrainBatch, every_token: bool) -> list[list[_Run]]:
                 parent = PROMPT if segment.parent == ROOT else base + segment.parent
                 num_before = tree[parent].num_before + segment.start
                 wanted = np.arange(len(segment)) if every_token else np.flatnonzero(segment.mask)
+                if answers is not None and answer_index not in answers:
+                    wanted = nothing
                 if not num_before:
                     # What nothing comes before is not predicted.
                     wanted = wanted[wanted > 0]
@@ -154,66 +171,80 @@ def _trees(batch: TrainBatch, every_token: bool) -> list[list[_Run]]:
     return list(trees.values())
 
 
-def _pieces(tree: list[_Run], max_tokens: int) -> list[_Piece]:
-    pieces: list[_Piece] = []
-    piece, length = _Piece(tree, {}, []), 0
-    for index, run in enumerate(tree):
-        if not len(run.wanted):
-            continue
-        grown = _grown(piece, index)
-        if piece.wanted and length + sum(grown.values()) > max_tokens:
-            pieces.append(piece)
-            piece, length = _Piece(tree, {}, []), 0
-            grown = _grown(piece, index)
-        for needed, more in grown.items():
-            piece.sizes[needed] = piece.sizes.get(needed, 0) + more
-        piece.wanted.append(index)
-        length += sum(grown.values())
-    return [*pieces, piece] if piece.wanted else pieces
+def _bundles(tree: list[_Run], max_tokens: int, *, share_prompts: bool, whole_answers: bool) -> Iterator[_Bundle]:
+    """Pieces that must be in one micro-batch: one alone, but for an answer of several rows that is kept whole."""
+    wanted = [index for index, run in enumerate(tree) if len(run.wanted)]
+    answers = itertools.groupby(wanted, key=lambda index: tree[index].answer_index)
+    units = [list(indices) for _, indices in answers] if whole_answers else [[index] for index in wanted]
+    if share_prompts:
+        yield from ([piece] for piece in _pieces(tree, units, max_tokens))
+    else:
+        yield from ([_grow(_Piece(tree, {}, []), index) for index in unit] for unit in units)
 
 
-def _grown(piece: _Piece, index: int) -> dict[int, int]:
-    """The cells that a piece needs more, by run, when it is to hold this one too."""
-    grown = {}
+def _pieces(tree: list[_Run], units: list[list[int]], max_tokens: int) -> Iterator[_Piece]:
+    """Each with as many units of runs as fit, at least one."""
+    piece = _Piece(tree, {}, [])
+    for unit in units:
+        grown = _Piece(tree, dict(piece.sizes), list(piece.wanted))
+        for index in unit:
+            _grow(grown, index)
+        if piece.wanted and grown.length > max_tokens:
+            yield piece
+            grown = _Piece(tree, {}, [])
+            for index in unit:
+                _grow(grown, index)
+        piece = grown
+    if piece.wanted:
+        yield piece
+
+
+def _grow(piece: _Piece, index: int) -> _Piece:
+    """Make it hold this run too, with all that comes before it."""
+    piece.wanted.append(index)
     size = int(piece.tree[index].wanted[-1])
     while index != ROOT:
-        grown[index] = max(0, size - piece.sizes.get(index, 0))
+        piece.sizes[index] = max(size, piece.sizes.get(index, 0))
         run = piece.tree[index]
         index, size = run.parent, run.start
-    return grown
+    return piece
 
 
-def _fill_one_row(waiting: list[_Piece], max_tokens: int) -> tuple[list[list[_Piece]], list[_Piece]]:
-    row = [waiting[0]]
-    room = max_tokens - waiting[0].length
+def _fill_one_row(waiting: list[_Bundle], max_tokens: int) -> tuple[list[list[_Piece]], list[_Bundle]]:
+    row: list[_Piece] = []
+    room = max_tokens
     left = []
-    for piece in waiting[1:]:
-        if piece.length <= room:
-            row.append(piece)
-            room -= piece.length
+    for bundle in waiting:
+        length = sum(piece.length for piece in bundle)
+        if length <= room or not row:
+            row += bundle
+            room -= length
         else:
-            left.append(piece)
+            left.append(bundle)
     return [row], left
 
 
-def _fill(waiting: list[_Piece], max_tokens: int, *, several_per_row: bool) -> tuple[list[list[_Piece]], list[_Piece]]:
+def _fill(
+    waiting: list[_Bundle], max_tokens: int, *, several_per_row: bool
+) -> tuple[list[list[_Piece]], list[_Bundle]]:
     """Rows as long as the first piece, first fit, as many as the budget allows; and what did not fit."""
-    length = waiting[0].length
+    length = max(piece.length for piece in waiting[0])
     max_rows = max(1, max_tokens // length)
     rows: list[list[_Piece]] = []
     room: list[int] = []
     left = []
-    for piece in waiting:
-        fitting = (i for i, free in enumerate(room) if several_per_row and free >= piece.length)
+    for bundle in waiting:
+        fitting = (i for i, free in enumerate(room) if several_per_row and free >= bundle[0].length)
         row = next(fitting, None)
         if row is not None:
-            rows[row].append(piece)
-            room[row] -= piece.length
-        elif len(rows) < max_rows:
-            rows.append([piece])
-            room.append(length - piece.length)
+            # Where rows are shared every bundle is one piece.
+            rows[row] += bundle
+            room[row] -= bundle[0].length
+        elif not rows or len(rows) + len(bundle) <= max_rows:
+            rows += [[piece] for piece in bundle]
+            room += [length - piece.length for piece in bundle]
         else:
-            left.append(piece)
+            left.append(bundle)
     return rows, left
 
 
@@ -223,8 +254,8 @@ def _lay_out(rows: list[list[_Piece]]) -> MicroBatch:
     input_ids, position_ids = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     ends = np.broadcast_to(1 + np.arange(shape[1], dtype=np.int64), shape).copy()
     starts: list[int] = []
-    # One list per token column, all grown by the same call: they cannot differ in length.
-    columns: list[tuple[npt.NDArray[np.generic], ...]] = []
+    # All columns of a run are made by the same call: they cannot differ in length.
+    columns: list[dict[str, npt.NDArray[Any]]] = []
     for row, pieces in enumerate(rows):
         base, at = row * shape[1], 0
         for piece in pieces:
@@ -241,13 +272,16 @@ def _lay_out(rows: list[list[_Piece]]) -> MicroBatch:
                 for index in piece.wanted
             )
             at += piece.length
-    predicting, targets, logprobs, advantages, answer_index, token_index = (
-        np.concatenate(column) for column in zip(*columns, strict=True)
-    )
+    if len({frozenset(found) for found in columns}) > 1:
+        raise ValueError("some segments of the batch have columns that others lack")
     return MicroBatch(
-        input_ids, position_ids, ends, lengths, np.asarray(starts, dtype=np.int64),
-        predicting, targets, logprobs, advantages, answer_index, token_index,
-    )  # fmt: skip
+        input_ids=input_ids,
+        position_ids=position_ids,
+        ends=ends,
+        lengths=lengths,
+        runs=np.asarray(starts, dtype=np.int64),
+        **{name: np.concatenate([found[name] for found in columns]) for name in columns[0]},
+    )
 
 
 class _Places:
@@ -290,16 +324,23 @@ def _preorder(piece: _Piece) -> Iterator[int]:
         waiting.extend(sorted(following[index], key=lambda child: (piece.tree[child].start, -child)))
 
 
-def _token_columns(run: _Run, start: int, before: int) -> tuple[npt.NDArray[np.generic], ...]:
+def _token_columns(run: _Run, start: int, before: int) -> dict[str, npt.NDArray[Any]]:
+    """By the names of the fields of `MicroBatch`."""
     segment, wanted = run.segment, run.wanted
     assert segment is not None, "a prompt is not trained"
-    # The one shift: token j is predicted by the cell of token j - 1, the first by the last of its context.
-    predicting = np.where(wanted == 0, before, start + wanted - 1)
-    return (
-        predicting.astype(np.int64),
-        segment.ids[wanted].astype(np.int64),
-        segment.logprobs[wanted],
-        segment.advantages[wanted],
-        np.full(len(wanted), run.answer_index, dtype=np.int64),
-        (run.first_token + wanted).astype(np.int64),
-    )
+    optional = {
+        "reference_logprobs": segment.reference_logprobs,
+        "proximal_logprobs": segment.proximal_logprobs,
+    }
+    return {
+        # The one shift: token j is predicted by the cell of token j - 1, the first by the last of its context.
+        "predicting": np.where(wanted == 0, before, start + wanted - 1).astype(np.int64),
+        "targets": segment.ids[wanted].astype(np.int64),
+        "answer_index": np.full(len(wanted), run.answer_index, dtype=np.int64),
+        "token_index": (run.first_token + wanted).astype(np.int64),
+        "engine_logprobs": segment.logprobs[wanted],
+        "advantages": segment.advantages[wanted],
+        "temperatures": segment.temperatures[wanted],
+        "model_steps": segment.model_steps[wanted],
+        **{name: column[wanted] for name, column in optional.items() if column is not None},
+    }

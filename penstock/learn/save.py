@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +56,17 @@ def holds_tensors(path: Path, tensors: Mapping[str, Tensor]) -> bool:
     )
 
 
-def save_hf(model: Any, tokenizer_dir: Path, directory: Path) -> None:
+def save_hf(
+    model: Any,
+    tokenizer_dir: Path,
+    directory: Path,
+    weights: Mapping[str, Tensor] | None = None,
+    *,
+    beside: Callable[[Path], None] | None = None,
+) -> None:
     """The model's weights and configuration with the tokenizer of `tokenizer_dir`; replaces a directory of that name.
+
+    `weights` stand in for the model's own where those are not all here. `beside` writes more into the directory.
 
     Everything is written and flushed under another name first. Raises StorageError, the old directory still there;
     a crash between the two renames leaves both complete under their hidden names, and the next call puts the old one
@@ -77,13 +86,16 @@ def save_hf(model: Any, tokenizer_dir: Path, directory: Path) -> None:
             shutil.rmtree(left_over, ignore_errors=True)
         unfinished.mkdir()
         mode = _mode_of_new_files(unfinished)
-        model.save_pretrained(unfinished)
+        model.save_pretrained(unfinished, **({} if weights is None else {"state_dict": dict(weights)}))
+        if beside is not None:
+            beside(unfinished)
         for pattern in TOKENIZER_FILES:
             for file in sorted(tokenizer_dir.glob(pattern)):
                 if file.is_file():
                     shutil.copyfile(file, unfinished / file.name)
         for path in unfinished.rglob("*"):
-            path.chmod(mode)
+            if path.is_file():
+                path.chmod(mode)
             _flush(path)
         _flush(unfinished)
         _swap(unfinished, directory, replaced)

@@ -1,12 +1,14 @@
-"""A thread for work that blocks, which nobody leaves behind: a cancelled caller waits until it has ended."""
+"""Threads for work that blocks, which nobody leaves behind: a cancelled caller waits until it has ended."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -19,20 +21,60 @@ class OwnThread:
 
     async def run(self, work: Callable[[], T], *, stop: Callable[[], None] | None = None) -> T:
         """The result of `work()`. Cancelled, it calls `stop` and waits for the end of the work before it raises."""
-        running = asyncio.get_running_loop().run_in_executor(self._pool, work)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            if stop is not None:
-                stop()
-            while not running.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([running])
-            if not running.cancelled():
-                # Retrieved: what the work raised while it was stopped is not news.
-                running.exception()
-            raise
+        return await _result(self._pool.submit(work), stop)
 
     async def close(self) -> None:
         """Waits for what runs. Work that is handed in afterwards is refused."""
         await asyncio.to_thread(self._pool.shutdown)
+
+
+class OwnLoop:
+    """An event loop in a thread of its own: what belongs to it outlives the loops of those who use it.
+
+    Child processes too, which the kernel ends with the thread that started them.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    async def run(self, work: Coroutine[Any, Any, T], *, stop: Callable[[], None] | None = None) -> T:
+        """As `OwnThread.run`."""
+        return await _result(self._submit(work), stop)
+
+    def run_blocking(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._submit(work).result()
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Work that nobody waits for, and whose failure is no news."""
+        self._submit(work).add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        self._loop.call_soon_threadsafe(call)
+
+    def close(self) -> None:
+        """To be called when nothing runs there any more. Idempotent."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+async def _result(work: concurrent.futures.Future[T], stop: Callable[[], None] | None) -> T:
+    running = asyncio.wrap_future(work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        if stop is not None:
+            stop()
+        while not running.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
+        if not running.cancelled():
+            # Retrieved: what the work raised while it was stopped is not news.
+            running.exception()
+        raise

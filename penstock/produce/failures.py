@@ -25,13 +25,15 @@ MAX_ANSWER = 4000
 class FailurePolicyConfig(Config):
     """How often what failed is tried again, and when the run gives up."""
 
-    infrastructure_retries: int = pydantic.Field(default=3, ge=0)
-    data_retries: int = pydantic.Field(default=1, ge=0)
+    infrastructure_retries: int = pydantic.Field(default=3, ge=0, le=30)
+    """How often a rollout is made again whose engine, worker process or deadline failed."""
+    data_retries: int = pydantic.Field(default=1, ge=0, le=100)
+    """How often a rollout is made again whose prompt, answer or judge is the cause."""
     backoff_s: float = pydantic.Field(default=0.5, ge=0)
     """Before the first infrastructure retry; doubles with each."""
     min_group_size: int | None = pydantic.Field(default=None, ge=1)
     """A rollout that stays unjudged leaves its group when this many are left; otherwise the group goes. None: K."""
-    breaker_window: int = pydantic.Field(default=64, ge=1)
+    breaker_window: int = pydantic.Field(default=64, ge=1, le=10**6)
     """How many of the last finished groups the breaker looks at."""
     breaker_share: float = pydantic.Field(default=0.5, gt=0, le=1)
     """The run stops when more than this share of a full window failed."""

@@ -10,15 +10,15 @@ Disaggregated, two loops coupled only by the replay buffer's bound:
                          otherwise makes step f due, produces it, goes on with f + 1
     get_batch(n, t)      waits for the groups of t; when the model is too old for f and newer weights exist,
                          returns empty so that the caller syncs and asks again
-    pause_produce()      abort signal -> pause engines beside the drain; everything pending is stored
+    pause_produce()      abort signal -> pause engines beside the drain; everything that can be played again is stored
     continue_produce(m)  engines first, then the signal
 
 Evaluation, each prompt once:
 
     ask(sizes, model_step)   the first prompts of every task from the beginning, whatever becomes of them
 
-What both share, the tasks at work, is `production.py`. Every wait is on its signal and is bounded by the watchdog,
-which looks at the number of finished groups and nothing else.
+What both share is `production.py`, the tasks at work, and `batches.py`, what becomes of a batch. Every wait is on the
+signal of the former and is bounded by the watchdog, which looks at the number of finished groups and nothing else.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from collections.abc import Mapping
 from penstock.errors import RunError
 from penstock.events import Nobody, Observer
 from penstock.ports import Engine
+from penstock.produce.batches import Batches
 from penstock.produce.pause import PauseDeadlines
 from penstock.produce.production import Production
 from penstock.produce.progress import ProduceProgress
-from penstock.produce.result import ProduceBatchResult, Totals, task_result
+from penstock.produce.result import ProduceBatchResult
 from penstock.produce.split import split_batch
 from penstock.produce.strategy import ProduceBatchStatus
 from penstock.produce.task import Task
 from penstock.replay import DiscardReason, ReplayBuffer, Restored
-from penstock.rollout import Group, Status
+from penstock.rollout import Status
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +78,10 @@ class AgentLoopManager:
             stall_timeout_s=stall_timeout_s,
             observer=observer or Nobody(),
         )
+        self._batches = Batches(self.tasks, buffer, self._production)
         self._status = AgentLoopManagerStatus.UPDATE_WEIGHT_AND_ABORT
         self._loop_running = False
         self._failure: BaseException | None = None
-        self._leased: set[int] = set()
-        """Train steps whose batch is handed out and neither committed nor returned."""
-        self._totals = Totals()
         self._closed = False
 
     @property
@@ -105,9 +104,10 @@ class AgentLoopManager:
     # Colocated.
 
     async def produce_batch(self, batch_size: int, train_step: int, *, model_step: int) -> ProduceBatchResult:
-        """Make and lease the batch of a step. Engines are paused and nothing is pending when it returns."""
+        """Make and lease the batch of a step. Engines are paused when it returns, and nothing is pending but groups
+        that cannot be played again."""
         sizes = self._checked_sizes(batch_size, train_step)
-        self._require_not_leased(train_step)
+        self._batches.require_none_of(train_step)
         result = await self._produce_and_take(sizes, train_step, model_step)
         if not result.groups:
             raise RunError(f"train step {train_step}: no group was produced. {self._counts()}")
@@ -145,13 +145,13 @@ class AgentLoopManager:
         if status is ProduceBatchStatus.EXPIRED_BATCH:
             raise RunError(f"train step {train_step}: weights {model_step} are too old to produce for it")
         ready = {name: min(size, self.buffer.count(name, Status.COMPLETED)) for name, size in sizes.items()}
-        return self._take(ready, train_step, status)
+        return self._batches.take(ready, train_step, status)
 
     async def _drain_after_failure(self) -> None:
         """Bring home what comes at once; an error here must not hide the first one."""
         try:
             async with asyncio.timeout(FAILED_DRAIN_S):
-                await self._production.pause()
+                await self._production.pause(ends=True)
         except Exception as error:
             logger.warning("after a failure, what was pending did not come home: %s: %s", type(error).__name__, error)
 
@@ -218,7 +218,7 @@ class AgentLoopManager:
         NORMAL after shutdown. Raises the producer's own exception when the producer failed.
         """
         sizes = self._checked_sizes(batch_size, train_step)
-        self._require_not_leased(train_step)
+        self._batches.require_none_of(train_step)
         self.progress.begin_consume(train_step)
         self.buffer.refresh_staleness(train_step, self.tasks)
         expired = AgentLoopManagerStatus.EXPIRED_BATCH
@@ -245,7 +245,7 @@ class AgentLoopManager:
                 f"{self._counts()}"
             )
         status = ProduceBatchStatus.EXPIRED_BATCH if self._status is expired else ProduceBatchStatus.NORMAL
-        result = self._take(sizes, train_step, status)
+        result = self._batches.take(sizes, train_step, status)
         self.buffer.refresh_staleness(train_step + 1, self.tasks)
         return result
 
@@ -254,7 +254,7 @@ class AgentLoopManager:
         return train_step - 1 <= self.model_step and not self.buffer.is_ready(sizes) and self._shortage_can_be_filled()
 
     async def pause_produce(self) -> None:
-        """Stop producing and store everything pending; engines are paused when it returns."""
+        """Stop producing and store everything that can be played again; engines are paused when it returns."""
         if self._status is not AgentLoopManagerStatus.FINISH:
             self._status = AgentLoopManagerStatus.UPDATE_WEIGHT_AND_ABORT
         await self._production.pause()
@@ -273,7 +273,7 @@ class AgentLoopManager:
         """
         self._set_status(AgentLoopManagerStatus.FINISH)
         try:
-            await self._production.pause()
+            await self._production.pause(ends=True)
             await self._production.until("the produce loop to end", lambda: not self._loop_running)
         except Exception as error:
             if self._failure is None:
@@ -286,30 +286,29 @@ class AgentLoopManager:
 
     async def commit(self, train_step: int) -> None:
         """The step was trained. Returns when that is durable."""
-        self.buffer.commit(train_step)
-        self._leased.discard(train_step)
-        await self.buffer.flush()
+        await self._batches.commit(train_step)
 
     async def return_batch(self, train_step: int) -> None:
         """The step was refused: its groups wait again, in their old places."""
-        self.progress.mark_returned(self.buffer.return_lease(train_step))
-        self._leased.discard(train_step)
-        self.progress.begin_consume(train_step)
-        await self.buffer.flush()
+        await self._batches.give_back(train_step)
 
     def resume(self, checkpoint_step: int, restored: Restored) -> None:
         """Go on from what the buffer restored; then waits for `continue_produce`, or for the next colocated call."""
         for name, task in self.tasks.items():
             task.runtime.sampler.seek(restored.cursors.get(name, 0))
-        self.progress.restart(checkpoint_step, restored.trained)
+        # A task that the run has no more: what was trained of it is history.
+        self.progress.restart(checkpoint_step, {name: restored.trained.get(name, 0) for name in self.tasks})
         self._production.model_step = checkpoint_step
-        self._totals.begin(self.buffer, self.tasks)
+        self._batches.resume()
 
     async def close(self) -> None:
         """Close the agent loops, each, also when one fails. A second call does nothing. Colocated, this is the end."""
         if self._closed:
             return
         self._closed = True
+        for task in self.tasks.values():
+            # What went on over the last pause; a restart gives it back.
+            task.strategy.abandon()
         loops = [task.runtime.agent_loop.close() for task in self.tasks.values()]
         for outcome in await asyncio.gather(*loops, return_exceptions=True):
             if isinstance(outcome, BaseException):
@@ -317,42 +316,8 @@ class AgentLoopManager:
 
     # Inside.
 
-    def _take(self, sizes: Mapping[str, int], train_step: int, status: ProduceBatchStatus) -> ProduceBatchResult:
-        """Lease and count in one step, with no await between. Without a group the window stays as it is."""
-        if not any(sizes.values()):
-            return ProduceBatchResult(status=status)
-        batch = self.buffer.take_batch(sizes, train_step=train_step)
-        self._leased.add(train_step)
-        self.progress.mark_consumed(sizes)
-        self.progress.finish_consume(train_step)
-        windows, produce_time_s = self.progress.take_window()
-        groups: list[Group] = [group for task_groups in batch.values() for group in task_groups]
-        return ProduceBatchResult(
-            groups=groups,
-            status=status,
-            tasks={
-                name: task_result(
-                    task.runtime,
-                    batch.get(name, []),
-                    windows[name],
-                    self._totals.new_discards(self.buffer, name),
-                    train_step,
-                )
-                for name, task in self.tasks.items()
-            },
-            pause_time_s=self._production.take_pause_time(),
-            produce_time_s=produce_time_s,
-            wasted_tokens=self._totals.new_waste(self.buffer),
-        )
-
     def _counts(self) -> str:
         return self._production.watchdog.counts()
-
-    def _require_not_leased(self, train_step: int) -> None:
-        if train_step in self._leased:
-            raise RunError(
-                f"the batch of train step {train_step} is already handed out; commit or return it before asking again"
-            )
 
     def _checked_sizes(self, batch_size: int, train_step: int) -> dict[str, int]:
         """The split, checked because it may be overridden."""

@@ -1,7 +1,8 @@
 """Production: the tasks at work. Producing, pausing and draining them, the same colocated and disaggregated.
 
     produce(sizes, t)   all tasks at once, under the watchdog, each until its part of step t is there
-    pause()             abort signal -> pause engines beside the drain; everything pending is stored
+    pause()             abort signal -> pause engines beside the drain; everything pending is stored, but for groups
+                        that cannot be played again: those wait at the engines
     continue_with(m)    engines first, then the signal
 
 It has one signal, `changed`: notified when a group finishes, moves in the buffer, or the abort signal or the manager's
@@ -72,8 +73,11 @@ class Production:
             self.progress.produce_time_s += loop.time() - started
             self.changed.notify()
 
-    async def pause(self) -> None:
-        """Abort signal first, then the engines, beside the drain of all tasks. Nothing is pending when it returns."""
+    async def pause(self, *, ends: bool = False) -> None:
+        """Abort signal first, then the engines, beside the drain of all tasks.
+
+        Nothing is pending when it returns, but for groups that cannot be played again; if the run `ends`, nothing.
+        """
         loop = asyncio.get_running_loop()
         started = loop.time()
         self._update_event.set()
@@ -82,10 +86,7 @@ class Production:
         pausing = asyncio.create_task(self._pause_engines(paused), name="pause engines")
         try:
             await self.until("strategies to stop", lambda: not self._producing)
-            drains = [
-                task.strategy.pause_produce(self._context(task, 0, self.progress.producer_future_step))
-                for task in self._tasks.values()
-            ]
+            drains = [self._drain(task, ends) for task in self._tasks.values()]
             # Each to its end, also when one fails: nothing is left running.
             for drained in await asyncio.gather(*drains, return_exceptions=True):
                 if isinstance(drained, BaseException):
@@ -101,6 +102,10 @@ class Production:
 
     async def continue_with(self, model_step: int) -> None:
         """Go on with weights `model_step`, which the engines already serve."""
+        for task in self._tasks.values():
+            for attempt in task.strategy.attempts():
+                # Left at work over the pause: from here on its tokens are of these weights.
+                attempt.newest_step = max(attempt.newest_step, model_step)
         if self._engine is not None:
             await self._engine.continue_generation()
         self.model_step = model_step
@@ -166,6 +171,10 @@ class Production:
             if not busy or ctx.should_abort():
                 return status
             busy.add(task.name)
+
+    async def _drain(self, task: Task, ends: bool) -> float:
+        ctx = self._context(task, 0, self.progress.producer_future_step)
+        return await (task.strategy.end_produce(ctx) if ends else task.strategy.pause_produce(ctx))
 
     async def _pause_engines(self, paused: asyncio.Event) -> None:
         if self._engine is None:

@@ -78,6 +78,10 @@ class ProduceStrategy(abc.ABC):
         """Bring everything pending home; returns the seconds it took."""
         return 0.0
 
+    async def end_produce(self, ctx: ProduceContext) -> float:
+        """As `pause_produce`, and nothing is left at work: the run ends."""
+        return await self.pause_produce(ctx)
+
     def abandon(self) -> None:
         """Stop what is pending and store none of it: nobody will ask for it again."""
         return
@@ -99,7 +103,9 @@ class ProduceStrategyConfig(Config, abc.ABC):
     """Base of strategy configurations."""
 
     is_valid_sample_fn: IsValidSampleFn = default_is_valid_sample_fn
+    """`(group) -> bool`: whether a judged group is trained; others are discarded as filtered."""
     should_continue_fn: ShouldContinueFn = default_should_continue_fn
+    """`(completed_count, batch_size) -> bool`: whether a colocated step goes on producing."""
 
     @abc.abstractmethod
     def build(self, *, sync_weights_interval: int = 1) -> ProduceStrategy: ...
@@ -148,19 +154,33 @@ class PooledStrategy(ProduceStrategy):
         return len(self._pending)
 
     async def pause_produce(self, ctx: ProduceContext) -> float:
-        """Store everything pending: finished, or ABORTED with what it has. After the deadline the rest is cancelled."""
+        """Store everything pending: finished, or ABORTED with what it has. After the deadline the rest is cancelled.
+
+        Groups that cannot be played again are left at work, over the pause.
+        """
         if not len(self._pending):
             return 0.0
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
             async with asyncio.timeout(self._pause_timeout_s):
-                await self._pending.drain(ctx.store, ctx.buffer.flush)
+                if ctx.replayable:
+                    await self._pending.drain(ctx.store, ctx.buffer.flush)
+                else:
+                    await self._pending.store_finished(ctx.store, ctx.buffer.flush)
         except TimeoutError:
             await self._pending.cancel(ctx.store, ctx.buffer.flush)
         except asyncio.CancelledError:
             self._pending.abandon()
             raise
+        return loop.time() - started
+
+    async def end_produce(self, ctx: ProduceContext) -> float:
+        if ctx.replayable:
+            return await self.pause_produce(ctx)
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        await self._pending.cancel(ctx.store, ctx.buffer.flush)
         return loop.time() - started
 
     def abandon(self) -> None:

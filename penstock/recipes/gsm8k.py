@@ -17,7 +17,7 @@ from penstock import (
     EnginesConfig,
     EvaluatorConfig,
     JsonlTrackerConfig,
-    LossConfig,
+    PPOLossConfig,
     RLColocateTrainerConfig,
     RolloutState,
     SampleParams,
@@ -51,7 +51,7 @@ def gsm8k(path: str, repeat: int) -> TaskSpecConfig:
 trainer = RLColocateTrainerConfig(
     model="smollm2-135m",
     engines=EnginesConfig(engine=EmbeddedEngineConfig(max_running=64)),
-    train=TrainWorkerConfig(lr=1e-6, warmup_steps=10, loss=LossConfig(clip_high=0.28)),
+    train=TrainWorkerConfig(lr=1e-6, warmup_steps=10, loss=PPOLossConfig(clip_high=0.28)),
     tasks=[gsm8k("gsm8k/train.jsonl", repeat=8)],
     evaluator=EvaluatorConfig(tasks=[gsm8k("gsm8k/test.jsonl", repeat=1)], eval_sample_num=200),
     trackers=[JsonlTrackerConfig(), TensorBoardTrackerConfig()],

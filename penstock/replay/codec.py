@@ -87,6 +87,26 @@ class StoredRollout(msgspec.Struct, array_like=True, gc=False):
             return tuple([segment.segment() for segment in self.segments])
         return (Segment(Tokens(self.ids, self.logprobs, self.mask, self.steps)),) if self.mask else ()
 
+    def rollout(self, prompt: Prompt, status: Status, *, task_name: str, group_id: str, draw: int) -> RolloutState:
+        return RolloutState(
+            prompt=prompt,
+            task_name=task_name,
+            group_id=group_id,
+            rollout_id=self.rollout_id,
+            draw=draw,
+            status=status,
+            segments=self.all_segments(),
+            response_text=self.response_text,
+            turns=self.turns,
+            finish_reason=self.finish_reason,
+            reward=self.reward,
+            num_tries=self.num_tries,
+            infrastructure_failures=self.infrastructure_failures,
+            data_failures=self.data_failures,
+            group_generate_time_s=self.group_generate_time_s,
+            error=self.error,
+        )
+
 
 class StoredDraw(msgspec.Struct, array_like=True, gc=False):
     """A group as it is drawn: what is asked, and by which names."""
@@ -192,22 +212,7 @@ class StoredGroup(msgspec.Struct, frozen=True, gc=False):
                 for rollout_id, status in zip(drawn.rollout_ids, statuses, strict=True)
             ]
         return [
-            RolloutState(
-                prompt=drawn.prompt,
-                rollout_id=stored.rollout_id,
-                status=status,
-                segments=stored.all_segments(),
-                response_text=stored.response_text,
-                turns=stored.turns,
-                finish_reason=stored.finish_reason,
-                reward=stored.reward,
-                num_tries=stored.num_tries,
-                infrastructure_failures=stored.infrastructure_failures,
-                data_failures=stored.data_failures,
-                group_generate_time_s=stored.group_generate_time_s,
-                error=stored.error,
-                **self._identity(),
-            )
+            stored.rollout(drawn.prompt, status, **self._identity())
             for stored, status in zip(rollouts_decoder.decode(self.rollouts), statuses, strict=True)
         ]
 

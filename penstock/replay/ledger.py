@@ -23,7 +23,7 @@ from penstock.replay import codec, schema, wal
 from penstock.replay.disk import Connection, Disk, SqliteDisk
 from penstock.replay.jobs import PRUNED_AT_ONCE, AppendTurn, Job, Prune, Restart, Write, apply
 from penstock.replay.lifecycle import GroupState, Transition
-from penstock.replay.lock import RunLock
+from penstock.replay.lock import RunLock, lock_directory
 from penstock.replay.migrations import migrate
 from penstock.replay.restore import Snapshot, check_lineage, last_event, read_snapshot
 from penstock.replay.schema import (
@@ -48,7 +48,6 @@ from penstock.replay.writer import InlineWriter, ThreadWriter, Writer
 from penstock.rollout import Group
 
 LEDGER_FILE = "ledger.sqlite"
-LOCK_FILE = "ledger.lock"
 STATE_NAMES = {state: state.value for state in GroupState}
 """As plain strings: SQLite looks longer at a member of an enumeration."""
 
@@ -101,11 +100,7 @@ class Ledger:
         StorageError when a new one cannot be written.
         """
         path = run_dir / LEDGER_FILE
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            lock = RunLock(run_dir / LOCK_FILE)
-        except OSError as error:
-            raise StorageError(f"{run_dir} cannot be written: {error}") from error
+        lock = lock_directory(run_dir)
         connection: Connection | None = None
         try:
             wal.check(path)

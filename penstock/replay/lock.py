@@ -14,7 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.errors import LedgerError
+from penstock.errors import LedgerError, StorageError
+
+LOCK_FILE = "ledger.lock"
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -60,6 +62,15 @@ class RunLock:
             _held.discard(self._descriptor)
             os.close(self._descriptor)
         self._descriptor = None
+
+
+def lock_directory(run_dir: Path) -> RunLock:
+    """Make a run directory this process's own. Raises LedgerError when another has it, StorageError from the disk."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return RunLock(run_dir / LOCK_FILE)
+    except OSError as error:
+        raise StorageError(f"{run_dir} cannot be written: {error}") from error
 
 
 def check_free(path: Path) -> None:

@@ -6,10 +6,12 @@ Transitions arrive in order and any prefix of them is a consistent state, so a s
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 from penstock.ports import FinishedTurn
 from penstock.replay.lifecycle import Transition
+from penstock.replay.lock import lock_directory
 from penstock.replay.restore import Snapshot
 from penstock.rollout import Group
 
@@ -50,9 +52,13 @@ class Storage(Protocol):
 
 
 class MemoryStorage:
-    """Keeps nothing beyond this process: the buffer itself is the state."""
+    """Keeps nothing beyond this process: the buffer itself is the state. With a run directory it holds its lock."""
 
     position = 0
+
+    def __init__(self, run_dir: Path | None = None) -> None:
+        """Raises LedgerError when another process uses the directory, StorageError when it cannot be written."""
+        self._lock = lock_directory(run_dir) if run_dir is not None else None
 
     def load(self, checkpoint_step: int, position: int | None = None) -> Snapshot:
         return Snapshot()
@@ -70,4 +76,5 @@ class MemoryStorage:
         pass
 
     async def close(self) -> None:
-        pass
+        if self._lock is not None:
+            self._lock.release()

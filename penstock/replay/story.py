@@ -17,9 +17,9 @@ from penstock.errors import LedgerError
 from penstock.replay import schema
 from penstock.replay.codec import decode_statuses
 from penstock.replay.disk import Connection
-from penstock.replay.ledger import LEDGER_FILE, LOCK_FILE
+from penstock.replay.ledger import LEDGER_FILE
 from penstock.replay.lifecycle import GroupState
-from penstock.replay.lock import has_ended, read_holder
+from penstock.replay.lock import LOCK_FILE, has_ended, read_holder
 from penstock.replay.restore import last_event
 from penstock.replay.schema import CURSORS, EVENTS, GROUPS, LIVE, META, RESTORES, WASTE, EventRow, GroupRow
 from penstock.replay.table import DAMAGE, damaged

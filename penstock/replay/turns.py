@@ -70,7 +70,8 @@ def _append(rollout: RolloutState, stored: StoredTurn) -> None:
     segments = [*rollout.segments]
     # Segments may be begun side by side, and finish their first turns in any order.
     segments += [Segment()] * (number + 1 - len(segments))
-    begun = any(turn.segment == number for turn in rollout.turns)
+    # Calls of tools may be on record before it has a token, and before it is known where it goes on from.
+    begun = any(turn.segment == number and turn.num_tokens for turn in rollout.turns)
     place = segments[number] if begun else Segment(NO_TOKENS, stored.parent, stored.start)
     segments[number] = Segment(_joined(place.tokens, stored.tokens), place.parent, place.start)
     rollout.segments = tuple(segments)

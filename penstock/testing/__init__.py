@@ -8,6 +8,7 @@ world.py       ScriptedWorld: a manager with scripted parts, in a few lines
 simulation.py  whole runs drawn from a seed
 crashes.py     the same with crashes after chosen writes of the ledger, and restarts
 faults.py      a disk that is full, broken or read-only, or a kill, at a chosen operation
+refeed.py      refeed: every recorded answer asked again by itself
 ledger_history.py  check_ledger: the checker over the ledger and the trajectories of a run directory
 """
 
@@ -26,6 +27,7 @@ from penstock.testing.history import (
 )
 from penstock.testing.judger import JudgerScript, ScriptedJudger
 from penstock.testing.ledger_history import LedgerHistory, check_ledger, read_batches, read_history
+from penstock.testing.refeed import RecordedAnswer, Refed, RefeedMismatch, recorded_answers, refeed
 from penstock.testing.script import Distribution, constant, long_tail, uniform
 from penstock.testing.tokenizer import CharTokenizer
 from penstock.testing.world import ScriptedTask, ScriptedWorld
@@ -47,7 +49,10 @@ __all__ = [
     "History",
     "JudgerScript",
     "LedgerHistory",
+    "RecordedAnswer",
     "RecordingStorage",
+    "Refed",
+    "RefeedMismatch",
     "Restart",
     "ScriptedEngine",
     "ScriptedJudger",
@@ -60,6 +65,8 @@ __all__ = [
     "long_tail",
     "read_batches",
     "read_history",
+    "recorded_answers",
+    "refeed",
     "run_virtual",
     "uniform",
 ]

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import msgspec
 
+from penstock.engine import RolloutControllerConfig
 from penstock.errors import PenstockError, StepRefused
 from penstock.events import Nobody
 from penstock.ports import Published
@@ -102,6 +103,9 @@ def build_world(scenario: Scenario, *, storage: Storage | None = None, history: 
         scenario.tasks,
         batch_size=scenario.batch_size,
         engine=scenario.engine,
+        num_engines=2,
+        # Patient: what is shown is that a run in such a world goes on, not when it gives up.
+        controller=RolloutControllerConfig(probe_interval_s=20.0, start_timeout_s=30.0, unavailable_timeout_s=10_000.0),
         seed=scenario.seed,
         sync_weights_interval=scenario.sync_weights_interval,
         pause_deadlines=PauseDeadlines(request_timeout_s=10.0, resend_interval_s=5.0),
@@ -146,6 +150,7 @@ class Run:
         loop = disaggregated_loop if self.scenario.disaggregated else colocated_loop
         await loop(self._schedule(), self._ports(), begin=self.checkpoint_step)
         await self.manager.shutdown()
+        await self.world.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if others:
             raise PenstockError(f"left running after shutdown: {sorted(task.get_name() for task in others)}")
@@ -351,7 +356,6 @@ def _draw_task(rng: random.Random, name: str, disaggregated: bool) -> ScriptedTa
             backoff_s=rng.choice([0.0, 0.5]),
             min_group_size=rng.choice([None, None, 1]),
         ),
-        request_timeout_s=200.0,
         judge_timeout_s=30.0,
     )
 

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,9 +18,10 @@ import msgspec
 
 from penstock.agent_loop import AgentLoop, SingleTurnAgentLoop
 from penstock.data import PromptSet, Sampler
-from penstock.errors import InfrastructureFailure, PenstockError
+from penstock.engine import RolloutControllerConfig
+from penstock.errors import PenstockError
 from penstock.events import Observer
-from penstock.ports import Completion, Engine, GenerateRequest, TurnLog
+from penstock.ports import Engine, TurnLog
 from penstock.produce import (
     AgentLoopManager,
     AsyncProduceStrategyConfig,
@@ -34,7 +34,7 @@ from penstock.produce.failures import DeadLetters, FailurePolicy
 from penstock.produce.pause import PauseDeadlines
 from penstock.produce.task import Task
 from penstock.replay import GroupState, ReplayBuffer, Storage
-from penstock.rollout import FailureReason, Prompt, SampleParams, Status, pack_ids
+from penstock.rollout import Prompt, SampleParams, Status, pack_ids
 from penstock.testing.engine import EngineScript, ScriptedEngine
 from penstock.testing.history import Findings, History, RecordingStorage, check_history
 from penstock.testing.judger import JudgerScript, ScriptedJudger
@@ -52,13 +52,13 @@ class ScriptedTask(msgspec.Struct, kw_only=True):
     failures: FailurePolicyConfig = msgspec.field(default_factory=FailurePolicyConfig)
     loop: type[AgentLoop] = SingleTurnAgentLoop
     sample_params: SampleParams = msgspec.field(default_factory=SampleParams)
-    request_timeout_s: float = 600.0
-    """For the engine to answer, as a controller sees to it."""
     judge_timeout_s: float = 300.0
 
 
 class ScriptedWorld:
-    """Holds the parts: `manager`, `engine`, `buffer`, `history`, and per task `judgers`."""
+    """Holds the parts: `manager`, `engine` and the scripted `engines` behind it, `buffer`, `history`, and per task
+    `judgers`.
+    """
 
     def __init__(
         self,
@@ -66,6 +66,8 @@ class ScriptedWorld:
         *,
         batch_size: int = 4,
         engine: EngineScript | Engine | None = None,
+        num_engines: int = 1,
+        controller: RolloutControllerConfig | None = None,
         seed: int = 0,
         sync_weights_interval: int = 1,
         pause_deadlines: PauseDeadlines | None = None,
@@ -78,11 +80,22 @@ class ScriptedWorld:
         turn_log: TurnLog | None = None,
         manager_class: type[AgentLoopManager] = AgentLoopManager,
     ) -> None:
-        """`storage` keeps the groups, in memory unless one is given; `history` is gone on with after a restart."""
+        """Scripted engines stand behind a `RolloutController`; an `Engine` that is given is the door itself.
+
+        `storage` keeps the groups, in memory unless one is given; `history` is gone on with after a restart.
+        """
         self.specs = {task.name: task for task in tasks or [ScriptedTask()]}
         self.batch_size = batch_size
         self.sync_weights_interval = sync_weights_interval
-        self.engine: Engine = ScriptedEngine(engine, seed=seed) if isinstance(engine, EngineScript | None) else engine
+        self.engines: list[ScriptedEngine] = []
+        self.engine: Engine
+        if isinstance(engine, EngineScript | None):
+            script = engine or EngineScript()
+            self.engines = [ScriptedEngine(script, seed=seed + n) for n in range(num_engines)]
+            named = {f"engine-{n}": scripted for n, scripted in enumerate(self.engines)}
+            self.engine = (controller or RolloutControllerConfig()).build(named, max_running=script.slots)
+        else:
+            self.engine = engine
         recording = RecordingStorage(storage, history=history, flush_s=flush_s, seed=seed)
         self.history = recording.history
         self.buffer = ReplayBuffer(storage=recording)
@@ -99,6 +112,11 @@ class ScriptedWorld:
             stall_timeout_s=stall_timeout_s,
             observer=observer,
         )
+
+    async def close(self) -> None:
+        """The manager's agent loops and the engines; nothing is left running."""
+        await self.manager.close()
+        await self.engine.close()
 
     async def load_weights(self, model_step: int) -> None:
         await self.engine.load_weights(_NoWeights(), model_step)
@@ -157,7 +175,7 @@ class ScriptedWorld:
         runtime = TaskRuntime(
             name=spec.name,
             agent_loop=spec.loop(
-                engine=_Timed(self.engine, spec.request_timeout_s),
+                engine=self.engine,
                 tokenizer=tokenizer,
                 judger=judger,
                 sample_params=spec.sample_params,
@@ -176,33 +194,17 @@ class ScriptedWorld:
             stale_rule=spec.strategy.stale_rule(self.sync_weights_interval),
             is_valid_sample=spec.strategy.is_valid_sample_fn,
             failures=FailurePolicy(spec.failures, self.dead_letters),
+            replayable=spec.loop.replayable,
         )
         strategy = spec.strategy.build(sync_weights_interval=self.sync_weights_interval)
         return Task(runtime, strategy, spec.weight)
 
 
-class _Timed:
-    """An engine whose requests have a deadline, as behind a controller; but asked once, and never fenced."""
-
-    def __init__(self, engine: Engine, timeout_s: float) -> None:
-        self._engine = engine
-        self._timeout_s = timeout_s
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._engine.generate(request)
-        except TimeoutError:
-            raise InfrastructureFailure(
-                f"the engine did not answer {request.request_id} within {self._timeout_s:g} s",
-                reason=FailureReason.ENGINE_DEADLINE,
-            ) from None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-
 class _NoWeights:
+    """Kept, so that an engine that comes back is given them too."""
+
+    checksum = ""
+
     def tensors(self) -> Iterator[tuple[str, Any]]:
         yield from ()
 

@@ -1,6 +1,7 @@
 """The loops: trainers, evaluation, trackers, trajectories, the terminal display."""
 
 from penstock.trainer.config import RLColocateTrainerConfig, RLDisaggregatedTrainerConfig, RLTrainerConfig
+from penstock.trainer.distillation import DistillationConfig, TeacherConfig
 from penstock.trainer.evaluator import EvalTaskConfig, EvaluatorConfig
 from penstock.trainer.trackers import (
     JsonlTrackerConfig,
@@ -11,12 +12,14 @@ from penstock.trainer.trackers import (
 )
 
 __all__ = [
+    "DistillationConfig",
     "EvalTaskConfig",
     "EvaluatorConfig",
     "JsonlTrackerConfig",
     "RLColocateTrainerConfig",
     "RLDisaggregatedTrainerConfig",
     "RLTrainerConfig",
+    "TeacherConfig",
     "TensorBoardTrackerConfig",
     "Tracker",
     "TrackerConfig",

@@ -20,9 +20,11 @@ import msgspec
 from penstock.data import remember_prompts
 from penstock.errors import PenstockError, StorageError
 from penstock.events import Note, RunBegan, RunEnded, StepTrained
+from penstock.learn.batch import BatchSettings
 from penstock.rollout import storable
 from penstock.trainer.checkpointing import RunCheckpointer
 from penstock.trainer.config import RLTrainerConfig
+from penstock.trainer.control import EngineControl
 from penstock.trainer.evaluation import RunEvaluator
 from penstock.trainer.gauges import Gauges
 from penstock.trainer.heartbeat import Heartbeat
@@ -30,9 +32,10 @@ from penstock.trainer.index import RolloutIndex
 from penstock.trainer.loops import Devices, LoopPorts, Schedule
 from penstock.trainer.observers import EVENTS_FILE, EventFile, Observers
 from penstock.trainer.parts import Parts
+from penstock.trainer.printed import PRINTED_FILE, Printed
 from penstock.trainer.resume import Beginning
 from penstock.trainer.signals import Stop, stopped_by_signals
-from penstock.trainer.step import BatchSettings, TrainStep
+from penstock.trainer.step import TrainStep
 from penstock.trainer.summary import Summary, SummarySink
 from penstock.trainer.trackers import TrackerSink
 from penstock.trainer.trajectories import Trajectories
@@ -72,12 +75,20 @@ class RLTrainer(abc.ABC):
             self._summary,
             observers,
             run_dir=run_dir,
-            model_dir=parts.model_dir,
+            made_from=parts.made_from,
             config=config.describe(),
         )
         index = RolloutIndex(run_dir, observer=observers)
         trajectories = Trajectories(run_dir / "trajectories", parts.tokenizer, index)
-        self._learner = TrainStep(parts.worker, parts.buffer, trajectories, _batch_settings(config), observers)
+        self._learner = TrainStep(
+            parts.worker,
+            parts.buffer,
+            trajectories,
+            _batch_settings(config),
+            observers,
+            deterministic=config.deterministic,
+            teachers=parts.teachers,
+        )
         self._evaluator = (
             RunEvaluator(parts.evaluator, trajectories, observers) if parts.evaluator is not None else None
         )
@@ -98,11 +109,18 @@ class RLTrainer(abc.ABC):
         """What engines and trainer take turns on, if they do."""
         return None
 
+    def _control(self) -> EngineControl:
+        fixed = "engines come and go in a disaggregated run; in a colocated one they share the trainer's devices"
+        engines = self.parts.engine
+        return EngineControl(self.run_dir, engines, self._observers, fixed=fixed if self._devices() else "")
+
     async def _fit(self) -> Summary:
         heartbeat = Heartbeat(asyncio.get_running_loop(), self.run_dir / STALLED_FILE)
         with self._observers.warnings(), stopped_by_signals(self._stop, self._observers), heartbeat:
+            control = self._control()
             try:
                 self._open_run_dir()
+                await control.open()
                 await self._run()
                 self._end(error=None)
                 return self.summary
@@ -116,6 +134,7 @@ class RLTrainer(abc.ABC):
                     # In a thread: a tracker that sends what it has may take minutes.
                     stack.push_async_callback(asyncio.to_thread, self._observers.close)
                     stack.push_async_callback(self.parts.close)
+                    stack.push_async_callback(control.close)
 
     async def _run(self) -> None:
         begin = await self._begin()
@@ -148,6 +167,8 @@ class RLTrainer(abc.ABC):
         """The step to go on from, whose weights the engines serve."""
         for note in self._beginning.notes:
             self._observers.notice(Note(text=note))
+        if self.parts.teachers is not None:
+            await self.parts.teachers.check()
         checkpoint = self._beginning.checkpoint
         if checkpoint is None:
             await self._began(resumed_from=None)
@@ -166,7 +187,9 @@ class RLTrainer(abc.ABC):
             # Trackers forgot this step: it may have been logged, or not.
             self._observers.notice(StepTrained(train_step=step, metrics=metrics))
         since = self._schedule.last_sync_before(step)
-        if self._evaluator is not None and (not step or self._schedule.evaluates(step, since=since)):
+        # The trackers forgot what was measured of these weights: by the schedule, or because they were the last.
+        looked_at = checkpoint.config["total_steps"] == step or self._schedule.evaluates(step, since=since)
+        if self._evaluator is not None and (not step or looked_at):
             await self._evaluator.evaluate(step)
         if step and self._schedule.exports(step):
             await self._checkpointer.make_up_export(step)
@@ -192,6 +215,7 @@ class RLTrainer(abc.ABC):
             self._observers.add(EVENTS_FILE, EventFile(self.run_dir / EVENTS_FILE))
         except OSError as error:
             raise StorageError(f"{self.run_dir / EVENTS_FILE} cannot be opened: {error}") from error
+        self._observers.add(PRINTED_FILE, Printed(self.run_dir, self._observers))
         for number, tracker in enumerate(self.config.trackers):
             sink = TrackerSink(tracker.build(self.run_dir, run_name=self.run_dir.name))
             self._observers.add(f"tracker {number} ({type(tracker).__name__})", sink)
@@ -215,12 +239,17 @@ class RLTrainer(abc.ABC):
 
 
 def _batch_settings(config: RLTrainerConfig) -> BatchSettings:
-    """Checked to be the same for all tasks."""
-    task = config.manager.task_list[0]
-    rule = task.produce_strategy_config.stale_rule(config.sync_weights_interval)
+    train, interval = config.train, config.sync_weights_interval
+    tasks = {task.task_name: task for task in config.manager.task_list}
+    params = {name: task.agent_loop_config.sample_params for name, task in tasks.items()}
+    rules = {name: task.produce_strategy_config.stale_rule(interval) for name, task in tasks.items()}
     return BatchSettings(
-        advantage=config.train.advantage,
-        temperature=task.agent_loop_config.sample_params.temperature,
-        token_stale_threshold=rule.token_stale_threshold,
-        deterministic=config.deterministic,
+        advantage=train.advantage,
+        gamma=train.gamma,
+        temperatures={name: param.temperature for name, param in params.items()},
+        token_stale_thresholds={name: rule.token_stale_threshold for name, rule in rules.items()},
+        max_tokens={name: param.max_tokens for name, param in params.items()},
+        overlong=train.overlong,
+        kl=train.kl,
+        distill_coef=config.distillation.coef if config.distillation is not None else 1.0,
     )

@@ -8,23 +8,25 @@ import time
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import CheckpointError
+import msgspec
+
 from penstock.events import CheckpointWritten, Exported, Note, Observer
 from penstock.learn.batch import TrainBatch
+from penstock.learn.rng import restore_rng, rng_state
 from penstock.ports import TrainWorker
 from penstock.produce import AgentLoopManager
 from penstock.replay import ReplayBuffer
-from penstock.trainer.checkpoints import Checkpoint, CheckpointStore, weights_sums
+from penstock.trainer.checkpoints import Checkpoint, CheckpointStore
 from penstock.trainer.loops import Metrics, Stages
-from penstock.trainer.rng import restore_rng, rng_state
+from penstock.trainer.origin import ModelOrigin
 from penstock.trainer.summary import SummarySink
 
 
 class RunCheckpointer:
     """The `Checkpointer` of a real run, and its way back.
 
-    A checkpoint has weights and optimiser, random numbers, the summary, the metrics of its step and the position of
-    the ledger; the groups are in the ledger. Checkpoint 0 has no weights but the checksums of those it began with.
+    A checkpoint has weights and optimiser, random numbers, the summary, the metrics of its step, the position of the
+    ledger and the checksums of the model it was made from; the groups are in the ledger. Checkpoint 0 has no weights.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class RunCheckpointer:
         observer: Observer,
         *,
         run_dir: Path,
-        model_dir: Path,
+        made_from: ModelOrigin,
         config: dict[str, Any],
     ) -> None:
         self._store = store
@@ -45,7 +47,7 @@ class RunCheckpointer:
         self._summary = summary
         self._observer = observer
         self._hf_dir = run_dir / "hf"
-        self._model_dir = model_dir
+        self._made_from = msgspec.to_builtins(made_from)
         self._config = config
 
     async def save(self, train_step: int, metrics: Metrics) -> None:
@@ -56,9 +58,13 @@ class RunCheckpointer:
         with stages("ledger flush"):
             await self._buffer.flush()
         rng_tensors, rng = rng_state()
-        state = {"ledger_position": position, "rng": rng, "summary": self._summary.plain(), "metrics": metrics}
-        if train_step == 0:
-            state["weights"] = await asyncio.to_thread(weights_sums, self._model_dir)
+        state = {
+            "ledger_position": position,
+            "rng": rng,
+            "summary": self._summary.plain(),
+            "metrics": metrics,
+            "made_from": self._made_from,
+        }
         with stages("write checkpoint"):
             await self._store.save(
                 train_step,
@@ -78,8 +84,6 @@ class RunCheckpointer:
         state, step = checkpoint.state, checkpoint.step
         if step:
             await self._worker.load(checkpoint.path)
-        elif state["weights"] != await asyncio.to_thread(weights_sums, self._model_dir):
-            raise CheckpointError(f"the weights in {self._model_dir} are not those the run began with")
         rules = {name: task.runtime.stale_rule for name, task in manager.tasks.items()}
         restored = self._buffer.restore(
             step,

@@ -2,7 +2,7 @@
 
     <directory>/latest                        the name of the newest, for people and scripts
     <directory>/step-000010/manifest.json     every other file with its size and checksum
-                            state.json        train step, ledger position, random numbers, summary
+                            state.json        train step, ledger position, random numbers, summary, the model's files
                             config.json       the configuration that made it
                             model.safetensors, optimizer.safetensors, ...
 
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 STATE, CONFIG, LATEST = "state.json", "config.json", "latest"
 SAFETENSORS = ".safetensors"
-WEIGHT_SUFFIXES = (SAFETENSORS, ".bin", ".gguf")
 UNFINISHED, REMOVING, REPLACED, ABANDONED = ".unfinished-", ".removing-", ".replaced-", ".abandoned-"
 
 _STEP = re.compile(r"step-(\d{6,})")
@@ -128,6 +127,10 @@ class CheckpointStore:
         """Of the retained ones, in order. Their content is not read."""
         return sorted({_step_of(path) for path in self._candidates()})
 
+    def retained(self) -> list[Path]:
+        """Those that can be named, newest first. Their content is not read."""
+        return [path for path in self._candidates() if not path.name.startswith(".")]
+
     # Writing.
 
     async def save(
@@ -201,7 +204,7 @@ class CheckpointStore:
         if not later:
             return []
         # The pointer first: it never names what is not there.
-        rest = [path for path in self._candidates() if path not in later and not path.name.startswith(".")]
+        rest = [path for path in self.retained() if path not in later]
         if rest:
             self._point_to(rest[0])
         else:
@@ -280,7 +283,7 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         """Keep the newest `keep` that look whole; what is older than those goes, and what is hidden."""
-        retained = [path for path in self._candidates() if not path.name.startswith(".")]
+        retained = self.retained()
         whole = [path for path in retained if looks_whole(path, self._files)][: self._keep]
         for path in retained:
             if len(whole) == self._keep and _step_of(path) < _step_of(whole[-1]):
@@ -359,16 +362,6 @@ class CheckpointStore:
 def config_hash(config: Mapping[str, Any]) -> str:
     """Equal for equal configurations, whatever the order of their keys."""
     return hashlib.sha256(_json(config, default=repr, sort_keys=True)).hexdigest()
-
-
-def weights_sums(model_dir: Path) -> dict[str, str]:
-    """SHA-256 of each file of weights in a model directory: what checkpoint 0 says of the weights it does not hold."""
-    try:
-        found = sorted(path for path in model_dir.iterdir() if path.suffix in WEIGHT_SUFFIXES)
-        with ThreadPoolExecutor(HASH_THREADS) as pool:
-            return {path.name: sums.sha256 for path, sums in zip(found, pool.map(Files().checksum, found), strict=True)}
-    except OSError as error:
-        raise StorageError(f"the weights in {model_dir} cannot be read: {error}") from error
 
 
 def _json(value: Mapping[str, Any], **options: Any) -> bytes:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import pydantic
 
-from penstock.agent_loop import SingleTurnAgentLoop
+from penstock.agent_loop import SingleTurnAgentLoop, ToolAgentLoop
 from penstock.config import Config, dotted_name
 from penstock.engine import EmbeddedEngineConfig, EnginesConfig
 from penstock.learn import TrainWorkerConfig
+from penstock.learn.advantages import COMPARES_SIBLINGS
 from penstock.produce import (
     AgentLoopManagerConfig,
     SyncProduceStrategyConfig,
@@ -20,15 +21,19 @@ from penstock.produce import (
     default_should_continue_fn,
 )
 from penstock.replay import ReplayBufferConfig
+from penstock.resources import RunResourcesConfig
 from penstock.trainer.deadlines import deadline_problems
 from penstock.trainer.display import make_display
+from penstock.trainer.distillation import DistillationConfig
 from penstock.trainer.evaluator import EvaluatorConfig
 from penstock.trainer.observers import Observers
 from penstock.trainer.trackers import JsonlTrackerConfig, TensorBoardTrackerConfig, TrackerConfig
+from penstock.trainer.trial import custom_function_problems
 
 if TYPE_CHECKING:
     from penstock.trainer.colocate import RLColocateTrainer
     from penstock.trainer.disaggregated import RLDisaggregatedTrainer
+    from penstock.trainer.site import Site
 
 
 MAX_THREADS_PER_CORE = 4
@@ -42,29 +47,43 @@ class RLTrainerConfig(Config):
     engines: EnginesConfig = EnginesConfig()
     """What answers, how many of it, and how the weights reach it."""
     train: TrainWorkerConfig = TrainWorkerConfig()
+    """Optimiser, loss and advantages."""
     tasks: TaskSpecConfig | list[TaskSpecConfig] | None = None
     """What is trained on, for short: becomes `manager.tasks`, and is kept and changed there."""
     manager: AgentLoopManagerConfig = pydantic.Field(default_factory=lambda: AgentLoopManagerConfig(tasks=[]))
     """The tasks, and how they are produced. Exactly one of `tasks` and `manager` is given."""
     replay_buffer: ReplayBufferConfig = ReplayBufferConfig(storage="sqlite")
+    """Where groups wait for training."""
+    resources: RunResourcesConfig = RunResourcesConfig()
+    """What train ranks and engines take of a cluster."""
     evaluator: EvaluatorConfig | None = None
+    """What is evaluated; None: nothing."""
+    distillation: DistillationConfig | None = None
+    """Teachers that score what the student samples."""
     trackers: list[TrackerConfig] = [JsonlTrackerConfig(), TensorBoardTrackerConfig()]
-    total_steps: int = pydantic.Field(ge=1)
-    train_batch_size: int = pydantic.Field(ge=1)
+    """Where the metrics go."""
+    total_steps: int = pydantic.Field(ge=1, le=10**9)
+    """Train steps of the whole run."""
+    train_batch_size: int = pydantic.Field(ge=1, le=10**6)
     """In groups."""
-    sync_weights_interval: int = pydantic.Field(default=1, ge=1)
-    eval_interval: int = pydantic.Field(default=10, ge=1)
+    sync_weights_interval: int = pydantic.Field(default=1, ge=1, le=10**9)
+    """Train steps from one weight sync to the next."""
+    eval_interval: int = pydantic.Field(default=10, ge=1, le=10**9)
     """Evaluate after every so many steps; always before the first and after the last."""
-    checkpoint_interval: int = pydantic.Field(default=10, ge=1)
+    checkpoint_interval: int = pydantic.Field(default=10, ge=1, le=10**9)
     """Checkpoint after every so many steps; always before the first and after the last."""
-    keep_checkpoints: int = pydantic.Field(default=2, ge=2)
-    hf_interval: int | None = pydantic.Field(default=None, ge=1)
+    keep_checkpoints: int = pydantic.Field(default=2, ge=2, le=10**6)
+    """How many of the newest; at least two, so that one may be damaged."""
+    hf_interval: int | None = pydantic.Field(default=None, ge=1, le=10**9)
     """Export the weights in Hugging Face format after every so many steps; always after the last."""
     seed: int = 0
+    """Of everything that is drawn at random."""
     deterministic: bool = False
     """Two runs give identical weights on the same CPU, thread count and versions. Slower."""
     cpu_threads: int | None = pydantic.Field(default=None, ge=1)
+    """Of torch. None: as many as there are cores, divided where trainer and engines work at once."""
     sync_timeout_s: float = pydantic.Field(default=300.0, gt=0)
+    """For new weights to reach the engines."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -84,6 +103,8 @@ class RLTrainerConfig(Config):
     def problems(self) -> Iterator[str]:
         tasks = self.manager.task_list
         yield from _sampling_problems(tasks)
+        if self.distillation is not None:
+            yield from _distillation_problems(tasks)
         yield from deadline_problems(self)
         cores = os.cpu_count() or 1
         if self.cpu_threads is not None and self.cpu_threads > MAX_THREADS_PER_CORE * cores:
@@ -103,24 +124,46 @@ class RLTrainerConfig(Config):
                 "first must be a multiple of the second"
             )
         for task in tasks:
-            if task.judger_config is None and task.agent_loop_config.loop is SingleTurnAgentLoop:
-                yield f"task {task.task_name!r} has no judger_config, and SingleTurnAgentLoop sets no reward itself"
-            if self.train.advantage in ("grpo", "dr_grpo", "rloo") and task.sampler_config.prompt_repeat_k < 2:
+            for loop in (SingleTurnAgentLoop, ToolAgentLoop):
+                if task.judger_config is None and task.agent_loop_config.loop is loop:
+                    yield f"task {task.task_name!r} has no judger_config, and {loop.__name__} sets no reward itself"
+            if self.train.advantage in COMPARES_SIBLINGS and task.sampler_config.prompt_repeat_k < 2:
                 yield (
                     f"task {task.task_name!r}: sampler_config.prompt_repeat_k is "
                     f"{task.sampler_config.prompt_repeat_k}; {self.train.advantage} compares siblings and needs at "
                     "least 2 (recipes use 8)"
                 )
+        smallest = self.manager.failures.min_group_size
+        if self.train.advantage in COMPARES_SIBLINGS and smallest is not None and smallest < 2:
+            yield (
+                f"manager.failures.min_group_size is {smallest}; train.advantage is {self.train.advantage!r}, which "
+                "compares siblings and needs at least 2"
+            )
+
+        sizes = {task.sampler_config.prompt_repeat_k for task in tasks} | (
+            {smallest} if smallest is not None else set()
+        )
+        yield from custom_function_problems(self.train, group_sizes=sorted(sizes) or [2])
+
+    def replace(self, path: str, value: Any) -> Self:
+        """`tasks...` is `manager.tasks...`, however the tasks were given."""
+        return super().replace(f"manager.{path}" if path.split(".")[0] == "tasks" else path, value)
 
     def describe(self) -> dict[str, Any]:
         """Without `tasks`, which is another word for `manager.tasks`."""
         return {name: value for name, value in super().describe().items() if name != "tasks"}
 
+    def that_runs(self, *, trains: bool) -> Config:
+        """What of it is built: everything, or only what an evaluation needs."""
+        return self if trains or self.evaluator is None else self.evaluator
+
     def threads(self) -> tuple[int | None, int | None]:
         """CPU threads of the trainer and of each engine; None leaves it to torch."""
         return self.cpu_threads, self.cpu_threads
 
-    def evaluate(self, *, observers: Observers | None = None, out_dir: Path | None = None) -> dict[str, float]:
+    def evaluate(
+        self, *, observers: Observers | None = None, out_dir: Path | None = None, site: Site | None = None
+    ) -> dict[str, float]:
         """The evaluator alone, on `model` as it is.
 
         With `out_dir` the answers (`answers.jsonl`) and the figures (`result.json`) are written there.
@@ -130,7 +173,7 @@ class RLTrainerConfig(Config):
         for part in (self.engines, self.evaluator):
             if part is not None:
                 part.check()
-        return evaluate_once(self, observers or plain_observers(), out_dir)
+        return evaluate_once(self, observers or plain_observers(), out_dir, site)
 
 
 class RLColocateTrainerConfig(RLTrainerConfig):
@@ -142,14 +185,23 @@ class RLColocateTrainerConfig(RLTrainerConfig):
         run_dir: Path | str,
         observers: Observers | None = None,
         resume: str | None = None,
+        allow_change: Sequence[str] = (),
         profile: bool = False,
+        site: Site | None = None,
     ) -> RLColocateTrainer:
         """See `build_trainer`."""
         from penstock.trainer.colocate import RLColocateTrainer
         from penstock.trainer.parts import build_trainer
 
         return build_trainer(
-            self, RLColocateTrainer, Path(run_dir), observers or plain_observers(), resume, profile=profile
+            self,
+            RLColocateTrainer,
+            Path(run_dir),
+            observers,
+            resume,
+            allow_change=allow_change,
+            profile=profile,
+            site=site,
         )
 
 
@@ -184,14 +236,23 @@ class RLDisaggregatedTrainerConfig(RLTrainerConfig):
         run_dir: Path | str,
         observers: Observers | None = None,
         resume: str | None = None,
+        allow_change: Sequence[str] = (),
         profile: bool = False,
+        site: Site | None = None,
     ) -> RLDisaggregatedTrainer:
         """See `build_trainer`."""
         from penstock.trainer.disaggregated import RLDisaggregatedTrainer
         from penstock.trainer.parts import build_trainer
 
         return build_trainer(
-            self, RLDisaggregatedTrainer, Path(run_dir), observers or plain_observers(), resume, profile=profile
+            self,
+            RLDisaggregatedTrainer,
+            Path(run_dir),
+            observers,
+            resume,
+            allow_change=allow_change,
+            profile=profile,
+            site=site,
         )
 
 
@@ -200,15 +261,20 @@ def plain_observers() -> Observers:
     return Observers(display=make_display(terminal=False))
 
 
-def _sampling_problems(tasks: list[TaskSpecConfig]) -> Iterator[str]:
-    """The trainer computes logprobs of the whole distribution at one temperature: sampling must be the same."""
-    temperatures = {task.task_name: task.agent_loop_config.sample_params.temperature for task in tasks}
-    for name, temperature in temperatures.items():
-        if temperature <= 0:
-            yield f"task {name!r}: sample_params.temperature is {temperature}; training needs it above 0"
-    if len(set(temperatures.values())) > 1:
-        yield f"sample_params.temperature differs between tasks: {temperatures}; a batch is trained at one temperature"
+def _distillation_problems(tasks: list[TaskSpecConfig]) -> Iterator[str]:
     for task in tasks:
+        if (temperature := task.agent_loop_config.sample_params.temperature) != 1:
+            yield (
+                f"task {task.task_name!r}: sample_params.temperature is {temperature}; a teacher scores at 1, and two "
+                "temperatures have different distributions to compare: distillation needs 1"
+            )
+
+
+def _sampling_problems(tasks: list[TaskSpecConfig]) -> Iterator[str]:
+    """The trainer computes logprobs of the whole distribution: sampling must be from it."""
+    for task in tasks:
+        if (temperature := task.agent_loop_config.sample_params.temperature) <= 0:
+            yield f"task {task.task_name!r}: sample_params.temperature is {temperature}; training needs it above 0"
         if task.agent_loop_config.sample_params.truncates:
             yield (
                 f"task {task.task_name!r}: sample_params cut the distribution (top_p, top_k or min_p), so its logprobs "
@@ -220,6 +286,3 @@ def _sampling_problems(tasks: list[TaskSpecConfig]) -> Iterator[str]:
                 f"{task.agent_loop_config.sample_params.min_tokens}; it forbids to end an answer, so its "
                 "logprobs are not the trainer's; training needs 0 (reward length instead), evaluation may use it"
             )
-    token_bounds = {task.task_name: task.produce_strategy_config.stale_rule(1).token_stale_threshold for task in tasks}
-    if len(set(token_bounds.values())) > 1:
-        yield "max_token_staleness differs between tasks; a batch is trained with one"

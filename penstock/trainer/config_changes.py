@@ -60,7 +60,15 @@ HARMLESS: dict[str, Harmless] = {
     "train.activation_checkpointing": Harmless(_ROUNDING, unless="deterministic=true"),
     "engines.num_engines": Harmless(_PLACES, unless="deterministic=true"),
     "engines.controller.max_requests_per_engine": Harmless(_PLACES, unless="deterministic=true"),
+    "engines.controller.judge_places": Harmless(_PLACES, unless="deterministic=true"),
     "engines.channel": Harmless(_PLACES),
+    "resources.engines.*": Harmless(_PLACES),
+    "resources.train.num_workers": Harmless(_ROUNDING, unless="deterministic=true"),
+    "resources.train.*": Harmless(_PLACES),
+    "train.sharding": Harmless(_ROUNDING, unless="deterministic=true"),
+    "train.ranks.max_restarts": Harmless(_GIVES_UP),
+    "train.ranks.keep_state": Harmless("it decides what a lost rank costs"),
+    "engines.channel_backend": Harmless(_PLACES),
     "engines.weights_dir": Harmless(_PLACES),
     "*timeout_s": Harmless(_WAITS),
     "*.max_wait_s": Harmless(_WAITS),
@@ -82,6 +90,8 @@ HARMLESS: dict[str, Harmless] = {
     "*.cpu_memory_per_actor": Harmless(_PLACES),
 }
 """By dotted path; `*` stands for anything."""
+NEVER = {"replay_buffer.storage": "a run is resumed from its ledger, which only 'sqlite' has"}
+"""Changes that nobody can allow."""
 
 
 def config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
@@ -108,6 +118,20 @@ def why_harmless(difference: Difference, saved: Mapping[str, Any], now: Mapping[
             return None
         return rule.reason
     return None
+
+
+def has_field(config: Mapping[str, Any], path: str) -> bool:
+    """Whether a described configuration has a value at this dotted path."""
+    return _at(config, path) is not ABSENT
+
+
+def harmless_fields() -> dict[str, list[str]]:
+    """The fields that may change, by the reason why; for people."""
+    fields: dict[str, list[str]] = {}
+    for path, rule in HARMLESS.items():
+        condition = f" (not with {rule.unless})" if rule.unless else f" (with {rule.only_if})" if rule.only_if else ""
+        fields.setdefault(rule.reason, []).append(path + condition)
+    return fields
 
 
 def _differences(old: Any, new: Any, path: str) -> Iterator[Difference]:
@@ -152,7 +176,17 @@ def _plain(config: Mapping[str, Any]) -> Any:
 
 def _has(config: Mapping[str, Any], condition: str) -> bool:
     path, _, wanted = condition.partition("=")
+    value = _at(config, path)
+    return value == wanted or json.dumps(value, default=repr) == wanted
+
+
+def _at(config: Mapping[str, Any], path: str) -> Any:
     value: Any = config
     for part in path.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value == wanted or json.dumps(value, default=repr) == wanted
+        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        elif isinstance(value, Mapping) and part in value:
+            value = value[part]
+        else:
+            return ABSENT
+    return value

@@ -2,6 +2,7 @@
 
     first format    `engine`, `num_engines` and `controller` stood in the trainer; an evaluation's task was one of
                     training; two default functions had other names
+    second format   one class for all losses, with their name, and the cap of importance weights in it
 
 So a run that an earlier version began can be compared with the configuration that resumes it.
 """
@@ -25,9 +26,28 @@ _FIRST_MAX_REQUESTS_PER_ENGINE = 256
 
 def in_one_shape(saved: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Both as plain data that can be compared; what is of today's format already is returned as it is."""
+    saved = _with_loss_of_its_own(saved)
     if "engine" not in saved or "engines" in saved:
         return saved, now
     return _evaluated_alike(_from_first_format(saved)), _evaluated_alike(now)
+
+
+def _with_loss_of_its_own(saved: dict[str, Any]) -> dict[str, Any]:
+    train = saved.get("train")
+    loss = train.get("loss") if isinstance(train, dict) else None
+    if not isinstance(train, dict) or not isinstance(loss, dict) or loss.get("class") != "LossConfig":
+        return saved
+    fields = {name: value for name, value in loss.items() if name not in ("class", "name", "importance_cap")}
+    name, cap = loss.get("name", "ppo"), loss.get("importance_cap")
+    kind = {"ppo": "PPOLossConfig", "policy_gradient": "PGLossConfig"}.get(name, "CustomLossConfig")
+    if kind != "PPOLossConfig":
+        fields = {field: value for field, value in fields.items() if field in ("aggregation", "constant_length")}
+    if kind == "CustomLossConfig":
+        fields["function"] = name
+    changed = {"loss": {"class": kind, **fields}}
+    if cap is not None:
+        changed["correction"] = {"class": "CorrectionConfig", "rollout_is": "token", "rollout_is_threshold": cap}
+    return saved | {"train": train | changed}
 
 
 def _from_first_format(saved: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from penstock.data import PromptSet, PromptSourceConfig, SamplerConfig
 from penstock.errors import UserFunctionError
 from penstock.events import Nobody, Observer
 from penstock.judger import JudgerSet
-from penstock.ports import Engine, Tokenizer
+from penstock.ports import Engine, Placement, Tokenizer
 from penstock.produce import AgentLoopManagerConfig, AskOnceStrategyConfig, TaskSpecConfig, World
 from penstock.produce.config import JudgerChoice
 from penstock.replay import ReplayBuffer
@@ -41,10 +41,15 @@ class EvalTaskConfig(Config):
     """A named set of prompts to evaluate on, with its own loop and judger."""
 
     task_name: str = pydantic.Field(min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
+    """In metrics."""
     dataset: PromptSourceConfig
+    """Where the prompts come from."""
     agent_loop_config: AgentLoopConfig
+    """What plays them."""
     judger_config: JudgerChoice
+    """As that of a task."""
     samples_per_prompt: int = pydantic.Field(default=1, ge=1)
+    """How often each is asked: k of pass@k."""
 
     def spec(self) -> TaskSpecConfig:
         return TaskSpecConfig(
@@ -89,7 +94,7 @@ class EvaluatorConfig(Config):
         for task in self.tasks:
             if task.task_name.endswith(GREEDY):
                 yield f"task_name {task.task_name!r} ends in {GREEDY!r}, which names the greedy twin of a task"
-            if task.judger_config is None:
+            if task.judger_config is None and not task.agent_loop_config.sets_reward:
                 yield f"task {task.task_name!r} has no judger_config; evaluation needs a score"
         yield from self.manager_config().problems()
 
@@ -122,6 +127,8 @@ class Evaluator:
         namespace: str = NAMESPACE,
         dead_letters: Path | None = None,
         observer: Observer | None = None,
+        placement: Placement | None = None,
+        context: int = 0,
     ) -> None:
         """`prompts` are by task, those of a greedy twin under the name of its task."""
         self._config = config
@@ -144,6 +151,8 @@ class Evaluator:
                 pauses_engine=False,
                 on_pause="serve",
                 namespace=namespace,
+                placement=placement,
+                context=context,
             )
         )
 

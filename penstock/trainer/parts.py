@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import msgspec
 
 from penstock.data import PromptSet, check_same_prompts
-from penstock.engine.controller import RolloutController
-from penstock.errors import RefusedError, StorageError
-from penstock.events import Note, StageBegan
-from penstock.judger import JudgerSet, check_judgers
-from penstock.learn.worker import TorchTrainWorker
+from penstock.errors import ConfigError, RefusedError, StorageError
+from penstock.events import Note, StageBegan, Warned
+from penstock.judger import JudgerSet, RunEngine, check_judgers
+from penstock.learn.batch import TrainBatch
 from penstock.models import context_note, load_tokenizer, model_context, resolve_model
-from penstock.ports import Engine, Tokenizer, WeightChannel
-from penstock.produce import AgentLoopManager, World, load_prompts
+from penstock.ports import Engine, Engines, Local, Tokenizer, TrainWorker, WeightChannel
+from penstock.produce import AgentLoopManager, World, check_templates, load_prompts
 from penstock.replay import ReplayBuffer
 from penstock.replay.disk import Disk
-from penstock.trainer.checkpoints import CheckpointStore
+from penstock.trainer.checkpoints import Checkpoint, CheckpointStore
 from penstock.trainer.config import RLTrainerConfig, plain_observers
+from penstock.trainer.distillation import Teachers
 from penstock.trainer.evaluator import Evaluator
 from penstock.trainer.files import Files
 from penstock.trainer.observers import Observers
+from penstock.trainer.origin import ModelOrigin, model_origin, require_same_model
+from penstock.trainer.printed import PRINTED_FILE, Printed, last_printed
 from penstock.trainer.profile import Profile
 from penstock.trainer.resume import Beginning, find_beginning, require_unchanged
+from penstock.trainer.site import LocalSite, RunContext, Site
 from penstock.trainer.trajectories import Trajectories
 
 TrainerT = TypeVar("TrainerT", covariant=True)
@@ -43,17 +48,18 @@ class Closable(Protocol):
 class Parts(msgspec.Struct, kw_only=True):
     """What a run is made of. Whoever has them closes them."""
 
-    engine: RolloutController
+    engine: Engines
     channel: WeightChannel
     judgers: JudgerSet
-    worker: TorchTrainWorker
+    worker: TrainWorker[TrainBatch]
     buffer: ReplayBuffer
     manager: AgentLoopManager
     evaluator: Evaluator | None
+    teachers: Teachers | None
     checkpoints: CheckpointStore
     prompts: dict[str, PromptSet]
     tokenizer: Tokenizer
-    model_dir: Path
+    made_from: ModelOrigin
 
     async def close(self) -> None:
         """Everything, whatever one of them raises; the ledger last, because it holds what counts."""
@@ -64,6 +70,7 @@ class Parts(msgspec.Struct, kw_only=True):
             self.channel,
             self.engine,
             self.evaluator,
+            self.teachers,
             self.manager,
         ]
         async with contextlib.AsyncExitStack() as stack:
@@ -75,31 +82,58 @@ class Parts(msgspec.Struct, kw_only=True):
 class _Opened:
     """The model's directory and what is known without loading its weights."""
 
-    def __init__(self, config: RLTrainerConfig, observers: Observers, profile: Profile | None = None) -> None:
-        observers.notice(StageBegan(stage="load"))
+    def __init__(
+        self,
+        config: RLTrainerConfig,
+        observers: Observers,
+        site: Site,
+        directory: Path | None,
+        *,
+        trains: bool,
+        profile: Profile | None = None,
+    ) -> None:
+        """`directory` is where the run, or what an evaluation comes to, is kept."""
         self.config = config
         self.observers = observers
+        self.site = site
+        self.loading("the tokenizer")
         self.model_dir = resolve_model(config.model)
         self.tokenizer: Tokenizer = load_tokenizer(self.model_dir)
         self.context = model_context(self.model_dir)
+        self.run = RunContext(
+            config=config,
+            model_dir=self.model_dir,
+            tokenizer=self.tokenizer,
+            observer=observers,
+            run_dir=directory if trains else None,
+        )
         if (note := context_note(self.model_dir)) is not None:
             observers.notice(Note(text=note))
-        self.judgers: JudgerSet = profile.judgers() if profile is not None else JudgerSet()
-        tasks = config.evaluator.eval_tasks if config.evaluator is not None else []
-        self.eval_prompts = load_prompts([task.spec() for task in tasks], self.tokenizer, context=self.context)
+        printed = str(directory / PRINTED_FILE) if directory is not None else None
+        self._run_engine = RunEngine()
+        self.judger_ports = {"engine": self._run_engine, "tokenizer": self.tokenizer}
+        new_judgers = JudgerSet if profile is None else profile.judgers
+        self.judgers: JudgerSet = new_judgers(site.placement, output=printed, ports=self.judger_ports)
+        tasks = [task.spec() for task in (config.evaluator.eval_tasks if config.evaluator is not None else [])]
+        for text in check_templates([*config.manager.task_list, *tasks], self.tokenizer):
+            observers.notice(Warned(text=text, source="chat template"))
+        self.eval_prompts = load_prompts(tasks, self.tokenizer, context=self.context)
 
     def scanned(self, rows: int) -> None:
-        self.observers.notice(StageBegan(stage=f"scan, {rows:,} rows"))
+        self.observers.notice(StageBegan(stage="scan", detail=f"{rows:,} rows"))
 
-    def engine(self) -> RolloutController:
-        config = self.config
-        return config.engines.build(
-            str(self.model_dir),
-            self.tokenizer,
-            deterministic=config.deterministic,
-            threads=config.threads()[1],
-            observer=self.observers,
-        )
+    def loading(self, what: str) -> None:
+        self.observers.notice(StageBegan(stage="load", detail=f"{what} of {self.config.model}"))
+
+    def origin(self) -> ModelOrigin:
+        self.loading("the checksums")
+        return model_origin(self.model_dir)
+
+    def engines(self) -> Engines:
+        self.loading("the engine")
+        engines = self.site.build_engines(self.run)
+        self._run_engine.bind(engines)
+        return engines
 
     def evaluator(self, engine: Engine, dead_letters: Path | None = None) -> Evaluator | None:
         if self.config.evaluator is None:
@@ -110,9 +144,11 @@ class _Opened:
             engine=engine,
             tokenizer=self.tokenizer,
             judgers=self.judgers,
+            placement=self.site.placement,
             seed=self.config.seed + EVAL_SEED,
             dead_letters=dead_letters,
             observer=self.observers,
+            context=self.context,
         )
 
 
@@ -131,26 +167,36 @@ def build_trainer(
     observers: Observers | None,
     resume: str | None,
     *,
+    allow_change: Sequence[str] = (),
+    site: Site | None = None,
     disk: Disk | None = None,
     files: Files | None = None,
     profile: bool = False,
 ) -> TrainerT:
     """Check everything, find where to begin, scan the datasets, load the model, take the run directory; in that order.
 
-    Without `observers` the run is told in lines on standard output. `disk` is how the ledger reaches the disk and
-    `files` how checkpoints do, for fault injection. With `profile` the run writes `profile.json`.
+    Without `observers` the run is told in lines on standard output, without a `site` it is on this machine. `disk` is
+    how the ledger reaches the disk and `files` how checkpoints do, for fault injection. With `profile` the run writes
+    `profile.json`.
 
     Raises RefusedError; until the datasets are scanned nothing is written, and no weight is loaded. What was built
     when something is refused is closed again.
     """
-    config.check()
+    site = site or LocalSite()
+    _check(config, site)
     observers = observers or plain_observers()
     checkpoints = CheckpointStore(run_dir / "checkpoints", keep=config.keep_checkpoints, files=files)
-    beginning = find_beginning(run_dir, resume, config.describe(), checkpoints)
+    beginning = find_beginning(run_dir, resume, config.describe(), checkpoints, allow_change=allow_change)
+    site.prepare(config)
     recorded = Profile(run_dir / "profile.json") if profile else None
     with contextlib.ExitStack() as undo:
         parts = _build_parts(
-            config, run_dir, observers, checkpoints, disk, recorded, undo, resumed=beginning.checkpoint is not None
+            _Opened(config, observers, site, run_dir, trains=True, profile=recorded),
+            checkpoints,
+            disk,
+            recorded,
+            undo,
+            resumed=beginning.checkpoint,
         )
         # Somebody else may have begun, and even ended, a run there while the model was loaded.
         require_unchanged(beginning, run_dir, parts.buffer, checkpoints)
@@ -161,37 +207,50 @@ def build_trainer(
     return built
 
 
+def _check(config: RLTrainerConfig, site: Site) -> None:
+    """Raises ConfigError with the problems of the configuration, and with what the site does not have."""
+    problems: list[str] = []
+    try:
+        config.check()
+    except ConfigError as error:
+        problems += error.problems
+    problems += site.problems(config)
+    if problems:
+        raise ConfigError(problems)
+
+
 def _build_parts(
-    config: RLTrainerConfig,
-    run_dir: Path,
-    observers: Observers,
+    opened: _Opened,
     checkpoints: CheckpointStore,
     disk: Disk | None,
     profile: Profile | None,
     undo: contextlib.ExitStack,
     *,
-    resumed: bool,
+    resumed: Checkpoint | None,
 ) -> Parts:
-    opened = _Opened(config, observers, profile)
+    config, observers, run, site = opened.config, opened.observers, opened.run, opened.site
+    run_dir = run.run_dir
+    assert run_dir is not None
+    made_from = opened.origin()
+    if resumed is not None:
+        require_same_model(resumed.state, resumed.step, made_from)
     prompts = load_prompts(
         config.manager.task_list, opened.tokenizer, context=opened.context, on_progress=opened.scanned
     )
-    if resumed:
+    if resumed is not None:
         check_same_prompts(run_dir, prompts)
     for task, loaded in (prompts | opened.eval_prompts).items():
         if loaded.dropped or loaded.quarantined:
             left_out = f"{loaded.dropped} over-long prompts dropped, {loaded.quarantined} bad rows set aside"
             observers.notice(Note(text=f"task {task!r}: {len(loaded)} prompts; {left_out}"))
+    observers.notice(StageBegan(stage="load", detail="the judges, and try them"))
     _try_judgers(opened, prompts)
-    worker = config.train.build(
-        opened.model_dir,
-        total_steps=config.total_steps,
-        deterministic=config.deterministic,
-        threads=config.threads()[0],
-    )
+    opened.loading("the weights")
+    worker = site.build_worker(run)
     undo.callback(_close_now, worker)
-    engine = opened.engine()
+    engine = opened.engines()
     undo.callback(_close_now, engine)
+    teachers = _build_teachers(opened, prompts, undo)
     buffer = config.replay_buffer.build(run_dir, disk=disk)
     undo.callback(_close_now, buffer)
     # Those who ask for answers; the weight channel and the trainer have the engine itself.
@@ -207,33 +266,61 @@ def _build_parts(
         dead_letters=run_dir / "dead_letters.jsonl",
         observer=observers,
         turn_log=buffer,
+        placement=site.placement,
+        context=opened.context,
     )
     return Parts(
         engine=engine,
-        channel=config.engines.build_channel(worker.weights, engine, run_dir=run_dir, timeout_s=config.sync_timeout_s),
+        channel=site.build_channel(run, worker, engine),
         judgers=opened.judgers,
         worker=worker,
         buffer=buffer,
         manager=config.manager.build(world),
         evaluator=opened.evaluator(asked, run_dir / "eval_dead_letters.jsonl"),
+        teachers=teachers,
         checkpoints=checkpoints,
         prompts=prompts,
         tokenizer=opened.tokenizer,
-        model_dir=opened.model_dir,
+        made_from=made_from,
     )
 
 
+def _build_teachers(opened: _Opened, prompts: dict[str, PromptSet], undo: contextlib.ExitStack) -> Teachers | None:
+    config = opened.config
+    if config.distillation is None:
+        return None
+    teachers = config.distillation.build(
+        opened.tokenizer,
+        deterministic=config.deterministic,
+        threads=config.threads()[1],
+        observer=opened.observers,
+    )
+    undo.callback(_close_now, teachers)
+    teachers.require_pupils(prompts.values())
+    return teachers
+
+
 def _try_judgers(opened: _Opened, prompts: dict[str, PromptSet]) -> None:
+    """With judgers of their own: what is printed now has no run yet, and is shown when one is refused."""
     evaluator = opened.config.evaluator
     tasks = [(task, prompts[task.task_name]) for task in opened.config.manager.task_list]
     tasks += [
         (task.spec(), opened.eval_prompts[task.task_name]) for task in (evaluator.eval_tasks if evaluator else [])
     ]
-    check_judgers(
-        (task.task_name, opened.judgers.get(task.judger), found.unrendered)
-        for task, found in tasks
-        if task.judger is not None
-    )
+    # In this process, whether they will live here or in actors, and judgers of their own.
+    with tempfile.TemporaryDirectory(prefix="penstock-") as directory:
+        printed = Path(directory) / PRINTED_FILE
+        judgers = JudgerSet(Local(whatever_it_asks=True), output=str(printed), ports=opened.judger_ports)
+        try:
+            check_judgers(
+                (task.task_name, judgers.get(task.judger), found.unrendered)
+                for task, found in tasks
+                if task.judger is not None
+            )
+        except ConfigError as error:
+            raise ConfigError([*error.problems, *last_printed(printed)]) from None
+        finally:
+            _close_now(judgers)
 
 
 def _close_now(part: Closable) -> None:
@@ -243,12 +330,18 @@ def _close_now(part: Closable) -> None:
     closing.join()
 
 
-def evaluate_once(config: RLTrainerConfig, observers: Observers, out_dir: Path | None) -> dict[str, float]:
+def evaluate_once(
+    config: RLTrainerConfig, observers: Observers, out_dir: Path | None, site: Site | None = None
+) -> dict[str, float]:
     """The evaluator alone, on the weights that `config.model` names. See `RLTrainerConfig.evaluate`."""
     if out_dir is not None:
         _require_writable(out_dir)
-    opened = _Opened(config, observers)
-    engine = opened.engine()
+    site = site or LocalSite()
+    if problems := list(site.problems(config, trains=False)):
+        raise ConfigError(problems)
+    site.prepare(config, trains=False)
+    opened = _Opened(config, observers, site, out_dir, trains=False)
+    engine = opened.engines()
     evaluator = opened.evaluator(engine)
     assert evaluator is not None, "nothing to evaluate"
 
@@ -259,6 +352,7 @@ def evaluate_once(config: RLTrainerConfig, observers: Observers, out_dir: Path |
             observers.notice(StageBegan(stage="evaluate"))
             evaluation = await evaluator.evaluate(0)
             if out_dir is not None:
+                Printed(out_dir, observers).look()
                 Trajectories(out_dir, opened.tokenizer).save_as(ANSWERS_FILE, evaluation.groups)
                 _write_result(out_dir / RESULT_FILE, config.model, evaluation.metrics)
             return evaluation.metrics

@@ -20,11 +20,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.engine.controller import RolloutController
 from penstock.events import Event, StageBegan, StageEnded, StepTrained
 from penstock.judger import JudgerSet
 from penstock.judger.config import JudgerConfig
-from penstock.ports import Completion, Engine, GenerateRequest, Judger
+from penstock.ports import Completion, Engine, GenerateRequest, Judger, Placement
 from penstock.rollout import Group, RolloutState, Unjudged, Verdict
 
 TRAINER, ENGINE = "trainer", "engine"
@@ -82,17 +81,23 @@ class Profile:
             self._add(name, started, stopped, TRAINER, micro_batches)
             started = stopped
 
-    def wrap_engine(self, controller: RolloutController) -> Engine:
+    def wrap_engine(self, door: Engine) -> Engine:
         """The same door, with every answer on the timeline, and every step of an engine in this process."""
+        from penstock.engine.controller import RolloutController
         from penstock.engine.torch_engine.engine import EmbeddedEngine
 
-        for engine in controller.engines.values():
+        for engine in door.engines.values() if isinstance(door, RolloutController) else ():
             if isinstance(engine, EmbeddedEngine):
                 engine.watch(lambda stage, began, ended: self._add(stage, began, ended, ENGINE, {}))
-        return cast(Engine, _TimedEngine(controller, self))
+        return cast(Engine, _TimedEngine(door, self))
 
-    def judgers(self) -> JudgerSet:
-        return _TimedJudgers(self)
+    def judgers(
+        self,
+        placement: Placement | None = None,
+        output: str | None = None,
+        ports: Mapping[str, Any] | None = None,
+    ) -> JudgerSet:
+        return _TimedJudgers(self, placement, output, ports)
 
     @contextlib.contextmanager
     def _overlapping(self, name: str, task: str, rollout_id: str) -> Iterator[None]:
@@ -134,8 +139,10 @@ class _TimedEngine:
 
 
 class _TimedJudgers(JudgerSet):
-    def __init__(self, profile: Profile) -> None:
-        super().__init__()
+    def __init__(
+        self, profile: Profile, placement: Placement | None, output: str | None, ports: Mapping[str, Any] | None
+    ) -> None:
+        super().__init__(placement, output=output, ports=ports)
         self._profile = profile
 
     def get(self, config: JudgerConfig) -> Judger:
@@ -144,20 +151,20 @@ class _TimedJudgers(JudgerSet):
 
 class _TimedJudger(Judger):
     def __init__(self, judger: Judger, profile: Profile) -> None:
-        self.watched: Judger = judger
+        self._judger = judger
         self._profile = profile
         self.relative = judger.relative
 
     async def judge(self, rollout: RolloutState) -> Verdict | Unjudged:
         with self._profile.rollout("judge", task=rollout.task_name, rollout_id=rollout.rollout_id):
-            return await self.watched.judge(rollout)
+            return await self._judger.judge(rollout)
 
     async def judge_group(self, group: Group) -> list[Verdict | Unjudged]:
         with self._profile.rollout("judge", task=group[0].task_name, rollout_id=group[0].group_id):
-            return await self.watched.judge_group(group)
+            return await self._judger.judge_group(group)
 
     async def metrics(self) -> dict[str, float]:
-        return await self.watched.metrics()
+        return await self._judger.metrics()
 
     async def close(self) -> None:
-        await self.watched.close()
+        await self._judger.close()

@@ -7,17 +7,25 @@ what cannot be resumed is refused, with the reason.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from penstock.config import nearest
 from penstock.errors import CheckpointError, RefusedError
 from penstock.replay import ReplayBuffer
-from penstock.replay.ledger import LOCK_FILE, has_ledger
-from penstock.replay.lock import check_free
+from penstock.replay.ledger import has_ledger
+from penstock.replay.lock import LOCK_FILE, check_free
 from penstock.trainer.checkpoints import Checkpoint, CheckpointStore
-from penstock.trainer.config_changes import config_differences, refused_differences
+from penstock.trainer.config_changes import (
+    NEVER,
+    config_differences,
+    harmless_fields,
+    has_field,
+    refused_differences,
+)
 
 NEWEST = "newest"
 AUTO = "auto"
@@ -32,12 +40,20 @@ class Beginning(msgspec.Struct, frozen=True):
     """The step of the newest checkpoint there was, whole or not."""
 
 
-def find_beginning(run_dir: Path, resume: str | None, config: dict[str, Any], store: CheckpointStore) -> Beginning:
-    """`resume` is None (a new run), `newest`, `auto` (newest, or a new run where none was begun), or a checkpoint.
+def find_beginning(
+    run_dir: Path,
+    resume: str | None,
+    config: dict[str, Any],
+    store: CheckpointStore,
+    *,
+    allow_change: Sequence[str] = (),
+) -> Beginning:
+    """`resume` is None (a new run), `newest`, `auto` (newest, or a new run where none was begun), or a checkpoint: its
+    name or its path.
 
     Reads only. Raises RefusedError when the directory is taken, LedgerError when another process uses it, and
     CheckpointError when nothing can be resumed or the configuration changed in a way that would change the run's
-    meaning.
+    meaning, unless the field, or one above it, is in `allow_change`.
     """
     begun = has_ledger(run_dir)
     # Now, not when the ledger is opened: by then the model is loaded, and the files that were read may be moving.
@@ -57,19 +73,51 @@ def find_beginning(run_dir: Path, resume: str | None, config: dict[str, Any], st
     if resume in (NEWEST, AUTO) and not store.steps():
         # Killed before checkpoint 0: nothing was drawn, which is checked when the ledger is opened.
         return Beginning(notes=["the earlier process was stopped before anything was drawn; the run begins now"])
-    if resume not in (NEWEST, AUTO) and Path(resume).resolve().parent != store.directory.resolve():
-        raise CheckpointError(f"{resume} is not a checkpoint of this run; those are in {store.directory}")
-    checkpoint = store.newest() if resume in (NEWEST, AUTO) else store.open(Path(resume))
-    refused = refused_differences(checkpoint.config, config)
-    if refused:
-        raise CheckpointError(
-            [f"{checkpoint.path}: the configuration changed, and with it what the run means; change it back"]
-            + [f"  {difference}" for difference in refused]
-        )
+    checkpoint = store.newest() if resume in (NEWEST, AUTO) else store.open(_named(resume, store))
+    _check_changes(checkpoint, config, allow_change)
     changed = [f"changed: {difference}" for difference in config_differences(checkpoint.config, config)]
     skipped = [f"checkpoint passed over: {problem}" for problem in checkpoint.skipped]
     notes = [*skipped, *changed, f"resuming from {checkpoint.path}"]
     return Beginning(checkpoint, notes, max(store.steps()))
+
+
+def _named(resume: str, store: CheckpointStore) -> Path:
+    """The checkpoint that was asked for, by its name or its path."""
+    path = store.directory / resume if Path(resume).name == resume else Path(resume)
+    there = [checkpoint.name for checkpoint in store.retained()]
+    if path.name not in there or path.resolve().parent != store.directory.resolve():
+        listed = (
+            f"there are {', '.join(there)}, in {store.directory}" if there else f"there is none in {store.directory}"
+        )
+        raise CheckpointError(f"{resume!r} is not a checkpoint of this run; {listed}")
+    return path
+
+
+def _check_changes(checkpoint: Checkpoint, config: dict[str, Any], allow_change: Sequence[str]) -> None:
+    refused = refused_differences(checkpoint.config, config)
+    changed = [found.path for found in refused]
+    problems = [
+        f"--allow-change {path}: there is no such field.{nearest(path, changed)}"
+        for path in allow_change
+        if not has_field(checkpoint.config, path) and not has_field(config, path)
+    ]
+    problems += [f"{found}: {NEVER[found.path]}" for found in refused if found.path in NEVER]
+    left = [found for found in refused if not any(_covers(path, found.path) for path in allow_change)]
+    left = [found for found in left if found.path not in NEVER]
+    if left:
+        problems += [
+            f"{checkpoint.path}: the configuration changed, and with it what the run means:",
+            *(f"  {found}" for found in left),
+            f"change it back, or go on with it: {' '.join(f'--allow-change {found.path}' for found in left)}",
+            "what may change without that:",
+            *(f"  {', '.join(fields)}: {reason}" for reason, fields in harmless_fields().items()),
+        ]
+    if problems:
+        raise CheckpointError(problems)
+
+
+def _covers(path: str, field: str) -> bool:
+    return field == path or field.startswith(f"{path}.")
 
 
 def require_unchanged(beginning: Beginning, run_dir: Path, buffer: ReplayBuffer, store: CheckpointStore) -> None:

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
-import msgspec
-
 from penstock.events import Observer, Warned
-from penstock.learn.batch import TrainBatch, prepare_batch
+from penstock.learn.batch import BatchSettings, TokenColumns, TrainBatch, bare_batch, prepare_batch
 from penstock.ports import TrainWorker
 from penstock.produce import ProduceBatchResult
 from penstock.replay import ReplayBuffer
 from penstock.rollout import FloatArray, Group
+from penstock.trainer.distillation import Teachers
 from penstock.trainer.loops import Metrics, Stages
 from penstock.trainer.trajectories import Trajectories
 
 IDLE_STEPS = 3
 """Steps in a row without a gradient after which it is said."""
-
-
-class BatchSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How groups become a train batch."""
-
-    advantage: str
-    temperature: float
-    token_stale_threshold: int | None
-    deterministic: bool
 
 
 class TrainStep:
@@ -38,18 +28,23 @@ class TrainStep:
         trajectories: Trajectories,
         settings: BatchSettings,
         observer: Observer,
+        *,
+        deterministic: bool = False,
+        teachers: Teachers | None = None,
     ) -> None:
         self._worker = worker
         self._buffer = buffer
         self._trajectories = trajectories
         self._settings = settings
         self._observer = observer
+        self._deterministic = deterministic
+        self._teachers = teachers
         self._logprobs: dict[str, list[FloatArray]] = {}
         self._idle_steps = 0
 
     async def learn(self, result: ProduceBatchResult, train_step: int, stages: Stages) -> Metrics:
         with stages("prepare"):
-            batch = self._prepare(result.groups, train_step)
+            batch = await self._prepare(result.groups, train_step, stages)
             await asyncio.to_thread(self._trajectories.save_step, train_step, result.groups, batch.advantages)
             with stages("ledger flush"):
                 # What is trained must survive this process first.
@@ -58,7 +53,7 @@ class TrainStep:
             outcome = await self._worker.train(batch)
         self._logprobs = outcome.logprobs
         metrics = batch.metrics | result.metrics()
-        self._warn_if_idle(train_step, metrics)
+        self._warn_if_idle(train_step, batch)
         return metrics | {f"train/{name}": value for name, value in outcome.metrics.items()}
 
     async def committed(self, train_step: int) -> None:
@@ -66,21 +61,24 @@ class TrainStep:
             await asyncio.to_thread(self._trajectories.save_logprobs, train_step, self._logprobs)
         self._logprobs = {}
 
-    def _prepare(self, groups: list[Group], train_step: int) -> TrainBatch:
+    async def _prepare(self, groups: list[Group], train_step: int, stages: Stages) -> TrainBatch:
         settings = self._settings
-        if settings.deterministic:
+        if self._deterministic:
             # Groups finish in an order that depends on timing; sums of floats depend on that order.
             groups = sorted(groups, key=lambda group: (group[0].task_name, group[0].draw))
-        return prepare_batch(
-            groups,
-            train_step=train_step,
-            advantage=settings.advantage,
-            max_token_staleness_threshold=settings.token_stale_threshold,
-            temperature=settings.temperature,
-        )
+        reference: TokenColumns | None = None
+        if settings.kl_in_reward is not None:
+            with stages("reference"):
+                bare = bare_batch(groups, train_step=train_step, settings=settings)
+                reference = await self._worker.score_reference(bare)
+        teacher: TokenColumns | None = None
+        if self._teachers is not None:
+            with stages("teachers"):
+                teacher = await self._teachers.score(groups)
+        return prepare_batch(groups, train_step=train_step, settings=settings, reference=reference, teacher=teacher)
 
-    def _warn_if_idle(self, train_step: int, metrics: Metrics) -> None:
-        self._idle_steps = self._idle_steps + 1 if metrics["reward/equal_group_share"] == 1.0 else 0
+    def _warn_if_idle(self, train_step: int, batch: TrainBatch) -> None:
+        self._idle_steps = self._idle_steps + 1 if batch.is_idle else 0
         if self._idle_steps == IDLE_STEPS:
             self._observer.notice(
                 Warned(

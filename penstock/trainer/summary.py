@@ -7,7 +7,16 @@ from typing import Any
 
 import msgspec
 
-from penstock.events import EvaluationDone, Event, Exported, StepTrained
+from penstock.events import (
+    ActorLost,
+    ActorRecovered,
+    EvaluationDone,
+    Event,
+    Exported,
+    StageBegan,
+    StageEnded,
+    StepTrained,
+)
 
 
 class Summary(msgspec.Struct, kw_only=True):
@@ -28,7 +37,18 @@ class Summary(msgspec.Struct, kw_only=True):
     """Why the run stopped early."""
     train_seconds: float = 0.0
     """In train steps, evaluation not included."""
+    eval_seconds: float = 0.0
+    """In evaluations between two steps; one beside training takes no time of its own."""
     wall_seconds: float = 0.0
+    """That a process worked on it."""
+    began_at: float = 0.0
+    """The wall clock's, in seconds since 1970."""
+    effective_time_ratio: float | None = None
+    """Seconds in steps that count, each once, and in evaluations, over all since the run began: waiting, steps that
+    were lost, the time between two processes and loading again are in the second only."""
+    actors_lost: int | None = None
+    actor_seconds_lost: float | None = None
+    """Added up over all actors that came back; others may have worked meanwhile."""
     hf_dir: str = ""
 
 
@@ -42,6 +62,8 @@ class SummarySink:
         self._counted = 0
         """The last step whose seconds are in. A step that is resumed from is told again."""
         self._since = time.perf_counter()
+        self._in_step = False
+        self._evaluates_alone = False
 
     def restart(self, saved: dict[str, Any], step: int) -> None:
         """`saved` is what `plain` gave when the checkpoint of `step` was written."""
@@ -51,9 +73,13 @@ class SummarySink:
     def plain(self) -> dict[str, Any]:
         """As it stands now, for files."""
         now = time.perf_counter()
-        self.summary.wall_seconds += now - self._since
+        summary = self.summary
+        summary.wall_seconds += now - self._since
         self._since = now
-        plain: dict[str, Any] = msgspec.to_builtins(self.summary)
+        summary.began_at = summary.began_at or time.time()
+        if (seconds := time.time() - summary.began_at) > 0:
+            summary.effective_time_ratio = min(1.0, (summary.train_seconds + summary.eval_seconds) / seconds)
+        plain: dict[str, Any] = msgspec.to_builtins(summary)
         return plain
 
     def notice(self, event: Event) -> None:
@@ -70,9 +96,26 @@ class SummarySink:
             self._evaluated(event)
         elif isinstance(event, Exported):
             summary.hf_dir = event.directory
+        elif isinstance(event, ActorLost):
+            summary.actors_lost = (summary.actors_lost or 0) + 1
+        elif isinstance(event, ActorRecovered):
+            summary.actor_seconds_lost = (summary.actor_seconds_lost or 0.0) + event.seconds
+        elif isinstance(event, StageBegan | StageEnded):
+            self._timed(event)
 
     def close(self) -> None:
         """It is read after the run."""
+
+    def _timed(self, event: StageBegan | StageEnded) -> None:
+        """Counts evaluations during which no step begins."""
+        if event.stage == "step":
+            self._in_step = isinstance(event, StageBegan)
+            self._evaluates_alone = False
+        elif event.stage == "eval":
+            if isinstance(event, StageBegan):
+                self._evaluates_alone = not self._in_step
+            elif self._evaluates_alone:
+                self.summary.eval_seconds += event.seconds
 
     def _evaluated(self, event: EvaluationDone) -> None:
         summary, metrics = self.summary, event.metrics

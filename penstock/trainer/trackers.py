@@ -21,6 +21,7 @@ import msgspec
 from penstock.config import Config
 from penstock.errors import StorageError
 from penstock.events import EvaluationDone, Event, RunBegan, StepTrained
+from penstock.trainer.metric_names import meaning
 
 Kind = Literal["train", "eval"]
 
@@ -74,6 +75,7 @@ class JsonlTrackerConfig(TrackerConfig):
     """
 
     file: str = "metrics.jsonl"
+    """In the run directory."""
 
     def problems(self) -> Iterator[str]:
         if Path(self.file).name != self.file:
@@ -94,7 +96,9 @@ class WandbTrackerConfig(TrackerConfig):
     """Weights & Biases. Needs the extra `wandb`; credentials are wandb's own business."""
 
     project: str = "penstock"
+    """Where the run appears."""
     offline: bool = False
+    """Keep everything in the run directory; `wandb sync` sends it."""
 
     def problems(self) -> Iterator[str]:
         if importlib.util.find_spec("wandb") is None:
@@ -145,6 +149,8 @@ class TensorBoardTracker:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
 
         self._directory = directory
+        self._explained: set[str] = set()
+        """Metrics whose meaning was written down; TensorBoard shows it beside the curve."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._writer: Any = EventFileWriter(str(directory))
@@ -156,12 +162,24 @@ class TensorBoardTracker:
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in finite.items()]
+        values = [
+            Summary.Value(tag=name, simple_value=value, metadata=self._explanation(name))
+            for name, value in finite.items()
+        ]
         try:
             self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
             self._writer.flush()
         except OSError as error:
             raise StorageError(f"step {step} could not be written to {self._directory}: {error}") from error
+
+    def _explanation(self, name: str) -> Any:
+        """What a metric means, the first time that it is written."""
+        from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
+
+        if name in self._explained or (text := meaning(name)) is None:
+            return None
+        self._explained.add(name)
+        return SummaryMetadata(summary_description=text)
 
     def resume(self, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog

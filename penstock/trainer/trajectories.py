@@ -83,6 +83,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     answer: str
     """What the model wrote."""
     ground_truth: Any
+    extra_info: dict[str, Any] = {}
+    """Of the row: what a judge needs to judge the answer again."""
     turns: tuple[Turn, ...]
     reward: Verdict | None
     advantage: float | None = None
@@ -155,6 +157,7 @@ class Trajectories:
             prompt_ids=rollout.prompt.ids,
             answer=rollout.response_text,
             ground_truth=rollout.ground_truth,
+            extra_info=dict(rollout.extra_info),
             turns=rollout.turns,
             reward=rollout.reward,
             advantage=advantage,

@@ -3,6 +3,8 @@
 in_process     an engine in this process reads the trainer's tensors
 shared_memory  one copy in shared memory, for engine processes of one machine
 disk           safetensors files, for engines on other machines with the same file system
+broadcast      torch.distributed, for engines on other machines; shared memory for those on the sender's
+channel        what these have in common: written once, told to the engines, compared
 stored         what a channel tells an engine: where the bytes are and their checksum
 digest         a checksum as fast as reading
 confirm        a sync is done when the engine says so
@@ -11,17 +13,23 @@ A sync is a transaction: it returns when the model step and the checksum of the 
 WeightSyncError otherwise; a sync that raised did not happen.
 """
 
+from penstock.weights.channel import DistantWeights, StoredChannel, WriterSettings, build_channel
 from penstock.weights.disk import DiskChannel
 from penstock.weights.in_process import InProcessChannel
 from penstock.weights.shared_memory import SharedMemoryBuffer, SharedMemoryChannel
-from penstock.weights.stored import DiskWeights, SharedMemoryWeights, StoredWeights
+from penstock.weights.stored import BroadcastWeights, DiskWeights, SharedMemoryWeights, StoredWeights
 
 __all__ = [
+    "BroadcastWeights",
     "DiskChannel",
     "DiskWeights",
+    "DistantWeights",
     "InProcessChannel",
     "SharedMemoryBuffer",
     "SharedMemoryChannel",
     "SharedMemoryWeights",
+    "StoredChannel",
     "StoredWeights",
+    "WriterSettings",
+    "build_channel",
 ]

@@ -6,7 +6,6 @@ stay: an engine that restarts, or is late, still finds what it was told to read.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import shutil
@@ -18,16 +17,39 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from penstock.errors import StorageError, WeightSyncError
-from penstock.ports import Engine, Published, WeightSource
-from penstock.weights.confirm import compare_checksums, late, load_confirmed
+from penstock.ports import Engine, WeightSource
+from penstock.weights.channel import OwnWeights, StoredChannel
 from penstock.weights.digest import with_pool
 from penstock.weights.stored import DiskWeights, joined_checksum, tensors_checksum
 
 KEPT_SETS = 2
 
 
-class DiskChannel:
+class DiskWriter:
     """Uses `directory` alone: what else it finds there of its own kind, it removes."""
+
+    def __init__(self, directory: Path, *, max_file_bytes: int = 1 << 30) -> None:
+        self._directory = directory
+        self._max_file_bytes = max_file_bytes
+        self._written: Path | None = None
+
+    def write(self, source: WeightSource, model_step: int) -> DiskWeights:
+        self._written = self._directory / f"model-step-{model_step}"
+        return write_weights(source, self._written, self._max_file_bytes)
+
+    def confirm(self) -> None:
+        others = [path for path in self._directory.glob("model-step-*") if path != self._written]
+        others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        complete = [path for path in others if not path.name.endswith(".part")]
+        for path in [*complete[KEPT_SETS - 1 :], *(path for path in others if path.name.endswith(".part"))]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        pass
+
+
+class DiskChannel(StoredChannel):
+    """From this process's weights to engines that see `directory` under the same name."""
 
     def __init__(
         self,
@@ -38,37 +60,8 @@ class DiskChannel:
         timeout_s: float = 600.0,
         max_file_bytes: int = 1 << 30,
     ) -> None:
-        self._weights = weights
-        self._engine = engine
-        self._directory = directory
-        self._timeout_s = timeout_s
-        self._max_file_bytes = max_file_bytes
-
-    async def publish(self, model_step: int) -> Published:
-        """Raises WeightSyncError when no engine confirmed the files, StorageError when they could not be written."""
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                stored = await asyncio.to_thread(
-                    write_weights, self._weights, self._directory / f"model-step-{model_step}", self._max_file_bytes
-                )
-                loaded = await load_confirmed(self._engine, stored, model_step)
-                compare_checksums(model_step, stored.checksum, loaded.checksum)
-        except TimeoutError:
-            raise late(model_step, self._timeout_s) from None
-        await asyncio.to_thread(self._remove_old, Path(stored.path))
-        return Published(model_step=model_step, num_bytes=stored.num_bytes, seconds=loop.time() - started)
-
-    async def close(self) -> None:
-        pass
-
-    def _remove_old(self, current: Path) -> None:
-        others = [path for path in self._directory.glob("model-step-*") if path != current]
-        others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        complete = [path for path in others if not path.name.endswith(".part")]
-        for path in [*complete[KEPT_SETS - 1 :], *(path for path in others if path.name.endswith(".part"))]:
-            shutil.rmtree(path, ignore_errors=True)
+        writer = DiskWriter(directory, max_file_bytes=max_file_bytes)
+        super().__init__(OwnWeights(weights, writer), engine, timeout_s=timeout_s)
 
 
 def write_weights(source: WeightSource, target: Path, max_file_bytes: int = 1 << 30) -> DiskWeights:

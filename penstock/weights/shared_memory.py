@@ -17,16 +17,16 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from penstock.errors import ConfigError, WeightSyncError
-from penstock.ports import Engine, Published, WeightSource
-from penstock.weights.confirm import compare_checksums, late, load_confirmed
+from penstock.ports import Engine, LoadedWeights, WeightSource
+from penstock.weights.channel import OwnWeights, StoredChannel
 from penstock.weights.digest import THREADS, Bytes, Piece, TensorEntry, digest_pieces, dtype_name, pieces, tensor_bytes
-from penstock.weights.stored import SharedMemoryWeights
+from penstock.weights.stored import SharedMemoryWeights, StoredWeights
 
 ALIGNMENT = 64
 
@@ -87,6 +87,27 @@ class SharedMemoryBuffer:
             self._next = _Segment()
             self._next.lock()
         return self._next
+
+
+class OwnSharedMemory:
+    """Live weights for one reader in another process of this machine; memory is taken with the first."""
+
+    def __init__(self) -> None:
+        self._buffer: SharedMemoryBuffer | None = None
+
+    async def load(
+        self, source: WeightSource, load: Callable[[StoredWeights], Awaitable[LoadedWeights]]
+    ) -> LoadedWeights:
+        """`load` is told where they are, and compares the checksum."""
+        self._buffer = self._buffer or SharedMemoryBuffer()
+        stored = await asyncio.to_thread(self._buffer.write, source)
+        loaded = await load(stored)
+        self._buffer.confirm()
+        return loaded
+
+    async def close(self) -> None:
+        if self._buffer is not None:
+            await asyncio.to_thread(self._buffer.close)
 
 
 class _Segment:
@@ -155,31 +176,25 @@ class _Writer:
             yield from pieces(entry, data, self._segment.bytes(entry.offset, len(data)))
 
 
-class SharedMemoryChannel:
-    """`engine` is one engine process, or the controller in front of several."""
+class SharedMemoryWriter:
+    def __init__(self, *, bucket_bytes: int = 64 << 20) -> None:
+        self._buffer = SharedMemoryBuffer(bucket_bytes=bucket_bytes)
+
+    def write(self, source: WeightSource, model_step: int) -> SharedMemoryWeights:
+        return self._buffer.write(source)
+
+    def confirm(self) -> None:
+        self._buffer.confirm()
+
+    def close(self) -> None:
+        self._buffer.close()
+
+
+class SharedMemoryChannel(StoredChannel):
+    """From this process's weights to engine processes of this machine."""
 
     def __init__(
         self, weights: WeightSource, engine: Engine, *, timeout_s: float = 300.0, bucket_bytes: int = 64 << 20
     ) -> None:
-        self._weights = weights
-        self._engine = engine
-        self._timeout_s = timeout_s
-        self._buffer = SharedMemoryBuffer(bucket_bytes=bucket_bytes)
-
-    async def publish(self, model_step: int) -> Published:
-        """Raises WeightSyncError when no engine confirmed the bytes that were written here."""
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                stored = await asyncio.to_thread(self._buffer.write, self._weights)
-                loaded = await load_confirmed(self._engine, stored, model_step)
-                compare_checksums(model_step, stored.checksum, loaded.checksum)
-                self._buffer.confirm()
-        except TimeoutError:
-            raise late(model_step, self._timeout_s) from None
-        num_bytes = sum(entry.num_bytes for entry in stored.entries)
-        return Published(model_step=model_step, num_bytes=num_bytes, seconds=loop.time() - started)
-
-    async def close(self) -> None:
-        await asyncio.to_thread(self._buffer.close)
+        writer = SharedMemoryWriter(bucket_bytes=bucket_bytes)
+        super().__init__(OwnWeights(weights, writer), engine, timeout_s=timeout_s)

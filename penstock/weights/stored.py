@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -35,6 +36,13 @@ class ReceivedWeights:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._tensors.items()
+
+
+class LentMemory(ReceivedWeights):
+    """Memory of this process that was checked, and that nobody writes to again."""
+
+    def keep(self) -> Callable[[], None]:
+        return lambda: None
 
 
 class LentSharedMemory(ReceivedWeights):
@@ -75,6 +83,12 @@ class SharedMemoryWeights(msgspec.Struct, frozen=True, kw_only=True, tag="shared
     entries: tuple[TensorEntry, ...]
     checksum: str
     num_bytes: int
+    """Of the memory, with what lies between two tensors."""
+
+    @property
+    def payload(self) -> int:
+        """Bytes of weights."""
+        return sum(entry.num_bytes for entry in self.entries)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """For readers that use each tensor before they ask for the next."""
@@ -87,20 +101,11 @@ class SharedMemoryWeights(msgspec.Struct, frozen=True, kw_only=True, tag="shared
 
         Raises WeightSyncError when the memory is gone or holds other weights by now.
         """
+        descriptor = self._open()
         try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise WeightSyncError(f"the weights in {self.path} are gone: {error}") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-            memory = _mapped(descriptor, self.path)
-            if len(memory) < self.num_bytes:
-                raise WeightSyncError(f"{self.path} has {len(memory)} bytes; the weights have {self.num_bytes}")
-            # One storage for all: neighbours in memory can be seen as one tensor.
-            everything = torch.frombuffer(memory, dtype=torch.uint8)
-            tensors = {entry.name: _view(everything, entry) for entry in self.entries}
+            tensors = views(self._memory(descriptor), self.entries)
             found = with_pool(lambda pool: checksum(_bytes_of(tensors, self.entries), pool))
-            _compare(found, self.checksum, self.path)
+            compare(found, self.checksum, self.path)
         except BaseException:
             _unlock(descriptor)
             raise
@@ -110,6 +115,29 @@ class SharedMemoryWeights(msgspec.Struct, frozen=True, kw_only=True, tag="shared
         finally:
             lent.give_back()
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[torch.Tensor]:
+        """The memory as it is, which nobody changes inside the block; not compared with the checksum."""
+        descriptor = self._open()
+        try:
+            yield self._memory(descriptor)
+        finally:
+            _unlock(descriptor)
+
+    def _open(self) -> int:
+        try:
+            return os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise WeightSyncError(f"the weights in {self.path} are gone: {error}") from error
+
+    def _memory(self, descriptor: int) -> torch.Tensor:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        memory = _mapped(descriptor, self.path)
+        if len(memory) < self.num_bytes:
+            raise WeightSyncError(f"{self.path} has {len(memory)} bytes; the weights have {self.num_bytes}")
+        # One storage for all: neighbours in memory can be seen as one tensor.
+        return torch.frombuffer(memory, dtype=torch.uint8)[: self.num_bytes]
+
 
 class DiskWeights(msgspec.Struct, frozen=True, kw_only=True, tag="disk"):
     """Weights in a directory of safetensors files that does not change any more."""
@@ -118,6 +146,10 @@ class DiskWeights(msgspec.Struct, frozen=True, kw_only=True, tag="disk"):
     files: tuple[str, ...]
     checksum: str
     num_bytes: int
+
+    @property
+    def payload(self) -> int:
+        return self.num_bytes
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self.receive() as received:
@@ -131,11 +163,54 @@ class DiskWeights(msgspec.Struct, frozen=True, kw_only=True, tag="disk"):
         except (OSError, SafetensorError) as error:
             raise WeightSyncError(f"the weights in {self.path} cannot be read: {error}") from error
         found = joined_checksum(with_pool(lambda pool: [tensors_checksum(tensors, pool) for tensors in read]))
-        _compare(found, self.checksum, self.path)
+        compare(found, self.checksum, self.path)
         yield ReceivedWeights({name: tensor for tensors in read for name, tensor in tensors.items()}, found)
 
 
-StoredWeights = SharedMemoryWeights | DiskWeights
+class BroadcastWeights(msgspec.Struct, frozen=True, kw_only=True, tag="broadcast"):
+    """Weights in shared memory of the sender's machine, from which it sends them to others: see `broadcast`."""
+
+    shared: SharedMemoryWeights
+    machine: str | None
+    """Where an engine reads the shared memory itself. None: nowhere, every engine is sent them."""
+    address: str
+    """Of the sender, where engines ask for them."""
+    port: int
+    backend: Literal["gloo", "nccl"] = "gloo"
+    bucket_bytes: int = 64 << 20
+    timeout_s: float = 300.0
+    connect_s: float = 20.0
+    """For those who receive together to find each other, and for one bucket to reach all of them."""
+
+    @property
+    def checksum(self) -> str:
+        return self.shared.checksum
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shared.num_bytes
+
+    @property
+    def payload(self) -> int:
+        return self.shared.payload
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        with self.receive() as received:
+            yield from received.tensors()
+
+    @contextlib.contextmanager
+    def receive(self) -> Iterator[ReceivedWeights]:
+        """Raises WeightSyncError when they did not arrive in time, or are not what was sent."""
+        from penstock.weights import broadcast
+
+        if self.machine is not None and self.machine == broadcast.machine_id():
+            with self.shared.receive() as received:
+                yield received
+        else:
+            yield broadcast.receive(self)
+
+
+StoredWeights = SharedMemoryWeights | DiskWeights | BroadcastWeights
 """Weights that can be read again, later and in another process."""
 
 
@@ -164,7 +239,7 @@ def _bytes_of(
         yield entry, tensor_bytes(tensors[entry.name])
 
 
-def _compare(found: str, expected: str, path: str) -> None:
+def compare(found: str, expected: str, path: str) -> None:
     if found != expected:
         raise WeightSyncError(
             f"the weights in {path} have checksum {found}, sent was {expected}; the old ones are kept"
@@ -175,6 +250,10 @@ def _unlock(descriptor: int) -> None:
     # Not by closing alone: the mapping that is kept holds the same open file.
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
+
+
+def views(memory: torch.Tensor, entries: tuple[TensorEntry, ...]) -> dict[str, torch.Tensor]:
+    return {entry.name: _view(memory, entry) for entry in entries}
 
 
 def _view(memory: torch.Tensor, entry: TensorEntry) -> torch.Tensor:

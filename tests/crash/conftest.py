@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.cli import load_config
+from penstock.cli.config_file import load_config
 from penstock.events import Event, Note
 from penstock.models import set_cache_directory
 from penstock.testing.faults import Faults, FaultyDisk, FaultyFiles

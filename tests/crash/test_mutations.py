@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli import load_config, main
+from penstock.cli import main
+from penstock.cli.config_file import load_config
 from penstock.errors import CheckpointError, LedgerError
 from penstock.testing.ledger_history import check_ledger
 from penstock.trainer.checkpoints import CheckpointStore

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -126,3 +127,39 @@ def test_a_signal_ends_the_run_with_its_children_and_it_resumes(penstock, small,
     output, _ = resumed.communicate(timeout=120)
     assert resumed.returncode == 0, output
     check_ledger(run_dir).require_none()
+
+
+def test_of_two_drivers_started_at_once_one_has_the_directory_and_the_other_writes_nothing(penstock, small, tmp_path):
+    """Whichever is later: refused at the door, at the lock, or after the other's run has already ended."""
+    for trial in range(2):
+        run_dir = tmp_path / f"run-{trial}"
+        command = ["train", "tiny", "--run-dir", str(run_dir), *small(3), "--set", "seed=1"]
+        two = [penstock(*command), penstock(*command)]
+        ended = [(run.communicate(timeout=240)[0], run.returncode) for run in two]
+        assert sorted(code for _, code in ended) == [0, 2], ended
+        refusal = next(output for output, code in ended if code == 2)
+        assert "is in use by process" in refusal or "meanwhile" in refusal or "is not empty" in refusal, refusal
+        summary = json.loads((run_dir / "summary.json").read_text())
+        assert summary["steps"] == 3 and summary["error"] is None
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [1, 2, 3]
+        kinds = [json.loads(line)["kind"] for line in (run_dir / "events.jsonl").read_text().splitlines()]
+        assert kinds.count("run_began") == kinds.count("run_ended") == 1
+        assert len(list((run_dir / "tensorboard").iterdir())) == 1
+        check_ledger(run_dir).require_none()
+
+
+def test_an_export_that_was_due_when_the_driver_was_killed_is_made_by_the_resume(penstock, small, tmp_path):
+    run_dir = tmp_path / "run"
+    latest, export = run_dir / "checkpoints" / "latest", run_dir / "hf" / "step-2"
+    command = ["train", "tiny", "--run-dir", str(run_dir), *small(3), "--set", "hf_interval=2"]
+    run = penstock(*command)
+    wait_for(lambda: latest.exists() and latest.read_text() == "step-000002\n", run)
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait(timeout=60)
+    # It may have been made in the moment between the look and the kill.
+    shutil.rmtree(export, ignore_errors=True)
+    resumed = penstock("train", "tiny", "--run-dir", str(run_dir), "--resume")
+    output, _ = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0, output
+    assert (export / "model.safetensors").exists() and (run_dir / "hf" / "final" / "model.safetensors").exists()

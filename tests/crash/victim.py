@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.cli import load_config
+from penstock.cli.config_file import load_config
 from penstock.errors import RefusedError, RunError
 from penstock.testing.faults import DiskFailure, Faults, FaultyDisk, FaultyFiles
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli import load_config
+from penstock.cli.config_file import load_config
 from penstock.errors import WeightSyncError
 from penstock.events import EngineChanged
 from penstock.models import resolve_model

@@ -16,10 +16,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from penstock.cli import load_config
+from penstock.cli import main
+from penstock.cli.config_file import load_config
 from penstock.errors import CheckpointError, StepRefused
 from penstock.events import Warned
+from penstock.trainer.metric_names import meaning
 from penstock.trainer.observers import read_events
+
+
+def unexplained(lines):
+    """Metrics of a run that the reference does not know."""
+    return {name for line in lines for name in line if meaning(name) is None} - {"step", "kind", "time"}
 
 
 def test_tiny_learns_and_leaves_a_complete_run_directory(tiny_run, penstock, read_lines):
@@ -29,6 +36,7 @@ def test_tiny_learns_and_leaves_a_complete_run_directory(tiny_run, penstock, rea
     summary = json.loads((tiny_run / "summary.json").read_text())
     assert summary["eval_accuracy_after"] >= 0.9 > 0.6 > summary["eval_accuracy_before"]
     assert summary["steps"] == len(steps)
+    assert unexplained(read_lines(tiny_run / "metrics.jsonl")) == set()
     # At staleness 0 the engine's logprobs are the trainer's.
     assert max(line["train/mismatch/max_abs"] for line in steps) < 1e-4
     assert json.loads((tiny_run / "config.json").read_text())["class"] == "RLColocateTrainerConfig"
@@ -72,6 +80,7 @@ def test_tiny_async_learns_as_well_as_tiny(tiny_run, penstock, tmp_path, read_li
     assert beside["eval_accuracy_after"] >= alone["eval_accuracy_after"] - 0.05
     steps = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "reward/mean" in line]
     assert all(line["staleness/max"] <= 1 for line in steps)
+    assert unexplained(read_lines(tmp_path / "run" / "metrics.jsonl")) == set()
     assert {"share/trainer_wait", "share/engine_idle", "tokens/wasted"} <= steps[-1].keys()
 
 
@@ -114,7 +123,7 @@ def test_ctrl_c_finishes_the_step_exports_the_weights_and_the_run_can_be_resumed
     run.send_signal(signal.SIGINT)
     output, _ = run.communicate(timeout=60)
     assert run.returncode == 0, output
-    assert "Resume with: penstock train tiny --set total_steps=10000 --run-dir run --resume" in output
+    assert "Resume with: penstock train tiny --run-dir run --resume" in output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["interrupted"] and summary["steps"] >= 2
     assert (tmp_path / "run" / "hf" / "final" / "model.safetensors").exists()
@@ -163,12 +172,13 @@ def test_a_judge_that_hangs_raises_or_answers_nan_never_yields_a_reward_and_the_
 
 def test_a_loss_that_is_not_finite_stops_the_run_after_three_tries_and_trains_nothing(tmp_path, monkeypatch):
     config = load_config("tiny", ["total_steps=2", "evaluator=null"])
-    config = config.replace("train.loss.name", "custom_losses.nothing_is_a_number")
+    config = config.replace("train.loss", "custom_losses.nothing_is_a_number")
     (tmp_path / "custom_losses.py").write_text(
         "import torch\n"
         "from penstock.learn.losses import LossTerms\n"
         "def nothing_is_a_number(tokens, config):\n"
-        "    return LossTerms(tokens.logprobs * torch.nan, {})\n"
+        "    many = len(tokens.logprobs) > 100\n"
+        "    return LossTerms(tokens.logprobs * (torch.nan if many else 1.0), {})\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     trainer = config.build(run_dir=tmp_path / "run")
@@ -178,6 +188,29 @@ def test_a_loss_that_is_not_finite_stops_the_run_after_three_tries_and_trains_no
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.parts.worker.weights.tensors())
     trainer.parts.buffer.conservation().check()
     assert trainer.summary.steps == 0
+
+
+def test_a_loss_that_raises_on_a_real_batch_ends_the_run_with_its_name_and_line_and_a_summary(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "fragile_run.py").write_text(
+        "from penstock.recipes.tiny import trainer as tiny\n"
+        "from penstock.learn.losses import policy_gradient\n"
+        "def fragile(tokens, config):\n"
+        "    if len(tokens.logprobs) > 10:\n"
+        "        raise RuntimeError('too many tokens')\n"
+        "    return policy_gradient(tokens)\n"
+        "trainer = tiny.replace('evaluator', None).replace('train.loss', 'fragile_run.fragile')\n"
+        "trainer = trainer.replace('train_batch_size', 2)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["train", "fragile_run.py"]) == 1
+    said = "loss fragile_run.fragile raised RuntimeError: too many tokens"
+    shown = capsys.readouterr().err
+    assert said in shown and "fragile_run.py:5" in shown and "Traceback" not in shown
+    summary = json.loads((tmp_path / "runs" / "fragile_run" / "summary.json").read_text())
+    assert said in summary["error"] and summary["steps"] == 0
 
 
 @pytest.mark.long_tier

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli import recipe_names
+from penstock.cli.recipes import recipe_names
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -36,7 +36,7 @@ def test_every_recipe_and_make_target_that_is_named_exists(document):
 
 
 def test_the_configuration_in_the_readme_is_a_configuration(tmp_path, monkeypatch):
-    from penstock.cli import load_config
+    from penstock.cli.config_file import load_config
 
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert code is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ PACKAGE = Path(__file__).parents[2] / "penstock"
 
 # Each imports only from its left; parts between two bars do not import each other.
 LAYERS = (
-    "rollout | errors | config, environment | events, ports | data, replay, judger | agent_loop | produce | models"
-    " | weights | learn, engine | trainer | testing | plan | cluster, view, recipes | cli"
+    "rollout | errors | config, environment, wire, child | events, ports | resources | data, replay, judger"
+    " | agent_loop | produce | models | weights | learn, engine | trainer | testing | plan"
+    " | cluster, view, recipes | cli"
 )
 RANK = {part.strip(): rank for rank, layer in enumerate(LAYERS.split("|")) for part in layer.split(",")}
 WITHOUT_TORCH = RANK["produce"]
@@ -82,6 +84,18 @@ def test_every_import_goes_to_the_left() -> None:
     assert violations(PACKAGE) == []
 
 
+def test_nothing_outside_cluster_knows_of_ray() -> None:
+    """In the words of a search: what a file says about Ray to people is its own business."""
+    words = re.compile(r"^\s*(import|from) ray\b|\.remote\(|ObjectRef", re.MULTILINE)
+    found = [
+        f"{path}: {match.group().strip()}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.relative_to(PACKAGE).parts[0] != "cluster"
+        for match in words.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
 @pytest.mark.parametrize(
     ("file", "source", "said"),
     [
@@ -113,7 +127,7 @@ def test_vllm_is_allowed_in_one_file_only(tmp_path: Path) -> None:
     assert "one file may" in violations(tmp_path)[0]
 
 
-RECIPES = sorted(path.stem for path in (PACKAGE / "recipes").glob("*.py") if path.stem != "__init__")
+RECIPES = sorted(path.stem for path in (PACKAGE / "recipes").glob("*.py") if not path.stem.startswith("_"))
 
 
 def test_neither_the_package_nor_a_recipe_imports_torch_or_ray() -> None:

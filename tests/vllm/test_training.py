@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from engine_contract import has_made
 from transformers import AutoModelForCausalLM
+from vllm_run import vllm_run
 
 from penstock.engine import VllmEngineConfig
 from penstock.models import load_tokenizer, resolve_model
@@ -24,42 +24,11 @@ from penstock.rollout import FinishReason, SampleParams, pack_ids, unpack_ids
 
 NUM_REQUESTS = 64
 
-CONFIG = """
-    from penstock.agent_loop import SingleTurnAgentLoopConfig
-    from penstock.data import ReverseWordConfig, SamplerConfig
-    from penstock.engine import EnginesConfig, VllmEngineConfig
-    from penstock.learn import TrainWorkerConfig
-    from penstock.produce import AgentLoopManagerConfig, AsyncProduceStrategyConfig, TaskSpecConfig
-    from penstock.rollout import SampleParams
-    from penstock.trainer import RLDisaggregatedTrainerConfig
-
-    def vowels(response, label, extra_info):
-        return sum(letter in "aeiou" for letter in response) / 10
-
-    task = TaskSpecConfig(
-        task_name="vowels",
-        sampler_config=SamplerConfig(dataset=ReverseWordConfig(), prompt_repeat_k=8),
-        agent_loop_config=SingleTurnAgentLoopConfig(sample_params=SampleParams(max_tokens=10)),
-        judger_config=vowels,
-        produce_strategy_config=AsyncProduceStrategyConfig(enable_partial_rollout=True, max_staleness=1),
-    )
-    trainer = RLDisaggregatedTrainerConfig(
-        model="{model}",
-        engines=EnginesConfig(
-            engine=VllmEngineConfig(dtype="float32", max_running=64, max_context=256, kv_cache_gb=0.1)
-        ),
-        train=TrainWorkerConfig(lr=1e-2),
-        manager=AgentLoopManagerConfig(tasks=[task]),
-        total_steps=8,
-        train_batch_size=4,
-    )
-"""
-
 
 def test_a_short_run_learns_and_its_metrics_tell_of_staleness_mismatch_and_sync(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "short.py").write_text(textwrap.dedent(CONFIG.format(model=model_dir)))
+    (tmp_path / "short.py").write_text(vllm_run(model_dir))
     train = subprocess.run(
         [sys.executable, "-m", "penstock.cli", "train", "short.py", "--run-dir", "run"],
         cwd=tmp_path,

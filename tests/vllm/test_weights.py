@@ -14,6 +14,7 @@ import torch
 from engine_contract import LONG, PROMPTS, ask, has_made, ids_of
 
 from penstock.engine import RolloutControllerConfig
+from penstock.engine.health import Standing
 from penstock.engine.process import ProcessEngine
 from penstock.errors import InfrastructureFailure
 from penstock.events import EngineChanged, Event
@@ -150,7 +151,7 @@ def test_the_controller_restarts_it_with_the_current_weights_and_finishes_what_i
 ) -> None:
     async def check() -> None:
         limits = RolloutControllerConfig(unavailable_timeout_s=DEADLINE, start_timeout_s=DEADLINE)
-        controller = limits.build({"vllm": engine}, model_step=await engine.model_step())
+        controller = limits.build({"vllm": engine}, standing=Standing(model_step=await engine.model_step()))
         channel = SharedMemoryChannel(worker.weights, controller)
         await channel.publish(5)
         expected = [ids_of(await controller.generate(ask("e", prompt, temperature=0.0))) for prompt in PROMPTS]

@@ -49,7 +49,12 @@ def build_engine(
         # Kernels split rows among threads; a power of two splits them at the same places for every row count used.
         threads = 1 << ((threads or torch.get_num_threads()).bit_length() - 1)
     return EmbeddedEngine(
-        make_scheduler, tokenizer, vocab_size=model.vocab_size, max_context=max_context, threads=threads
+        make_scheduler,
+        tokenizer,
+        model_dir=Path(model_dir),
+        vocab_size=model.vocab_size,
+        max_context=max_context,
+        threads=threads,
     )
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +25,8 @@ from penstock.errors import InfrastructureFailure, RunError
 from penstock.models.threads import release_threads
 from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, Tokenizer, WeightSource
 from penstock.rollout import FailureReason
-from penstock.weights import DiskWeights, SharedMemoryWeights
+from penstock.weights import StoredWeights
+from penstock.weights.adapter import on_base
 
 T = TypeVar("T")
 
@@ -37,11 +39,13 @@ class EmbeddedEngine:
         make_scheduler: Callable[[Callable[[Row | Scoring, Outcome], None]], Scheduler],
         tokenizer: Tokenizer,
         *,
+        model_dir: Path,
         vocab_size: int,
         max_context: int,
         threads: int | None,
     ) -> None:
         self._scheduler = make_scheduler(self._finished)
+        self._model_dir = model_dir
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_context = max_context
@@ -177,11 +181,11 @@ class EmbeddedEngine:
         """Between two steps. Running answers go on with the keys and values they have; each token says its weights."""
 
         def load() -> LoadedWeights | None:
-            if not isinstance(source, SharedMemoryWeights | DiskWeights):
-                self._scheduler.load_weights(source, model_step)
+            if not isinstance(source, StoredWeights):
+                self._scheduler.load_weights(on_base(source, self._model_dir), model_step)
                 return None
             with source.receive() as received:
-                self._scheduler.load_weights(received, model_step)
+                self._scheduler.load_weights(on_base(received, self._model_dir), model_step)
             return LoadedWeights(model_step=model_step, checksum=received.checksum)
 
         return await self._call(load)

@@ -46,7 +46,6 @@ def problems(**fields: Any) -> list[str]:
         ),
         ({"loop": SingleTurnAgentLoop, "arguments": {"greeting": "hi"}}, "takes no 'greeting'"),
         ({"loop": SingleTurnAgentLoop, "arguments": {"run_seed": 3}}, "'run_seed' is given to every loop"),
-        ({"loop": SingleTurnAgentLoop, "num_ray_actors": 2}, "num_ray_actors is 2; without Ray it must be 0"),
     ],
 )
 def test_a_loop_that_cannot_be_built_is_found_by_the_check(fields: dict[str, Any], problem: str) -> None:

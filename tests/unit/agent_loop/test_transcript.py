@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from penstock.agent_loop import AgentLoop, SingleTurnAgentLoop, rollout_seed
-from penstock.agent_loop.transcript import Asked, Transcript
+from penstock.agent_loop.asking import Asked
+from penstock.agent_loop.transcript import Transcript
 from penstock.errors import DataFailure, Interrupted
 from penstock.ports import Completion, FinishedTurn, GenerateRequest
 from penstock.replay.codec import encode_turn

@@ -3,101 +3,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from scripted_command import CONFIG, fails
 
 from penstock import __version__
-from penstock.cli import load_config, main, next_free, parse_value, recipe_names
+from penstock.cli import main
+from penstock.cli.config_file import load_config, parse_value
+from penstock.cli.recipes import recipe_names
 from penstock.errors import ConfigError
-
-CONFIG = """\
-import asyncio
-import signal
-from types import SimpleNamespace
-
-import pydantic
-
-from penstock.config import Config
-from penstock.errors import DatasetError, RunError
-from penstock.events import Note
-from penstock.rollout import SampleParams
-
-
-class PartConfig(Config):
-    lr: float = pydantic.Field(default=1e-5, gt=0)
-    name: str = "part"
-    params: SampleParams = SampleParams()
-
-    def problems(self):
-        if self.name == "bad":
-            yield "name is 'bad'; it must be good"
-
-
-class TrainerConfig(Config):
-    model: str = "tiny"
-    part: PartConfig = PartConfig()
-    parts: list[PartConfig] = [PartConfig(), PartConfig()]
-    ending: str = "done"
-    evaluator: PartConfig | None = PartConfig()
-
-    def problems(self):
-        if self.ending == "impossible":
-            yield "ending is 'impossible'; it must be possible"
-
-    def build(self, *, run_dir, observers, resume, profile):
-        if self.ending == "dataset":
-            raise DatasetError(["rows.jsonl:3: no prompt", "rows.jsonl:9: not JSON"])
-        if self.ending.startswith("SIG"):
-            signal.raise_signal(getattr(signal, self.ending))
-        return Trainer(self, run_dir, observers)
-
-    def evaluate(self, *, observers, out_dir):
-        out_dir.mkdir(parents=True)
-        (out_dir / "result.json").write_text("{}")
-        return {"eval/accuracy": 0.5 if self.model == "smollm2-135m" else 0.0}
-
-
-class Trainer:
-    def __init__(self, config, run_dir, observers):
-        self.config, self.run_dir, self.observers = config, run_dir, observers
-
-    def fit(self):
-        if self.config.ending == "run error":
-            raise RunError("no engine is left")
-        if self.config.ending == "interrupt":
-            raise KeyboardInterrupt
-        if self.config.ending == "second interrupt":
-            raise asyncio.CancelledError
-        self.run_dir.mkdir(parents=True)
-        (self.run_dir / "lr").write_text(str(self.config.part.lr))
-        self.observers.notice(Note(text=f"trained {self.config.model}"))
-        return SimpleNamespace(interrupted=self.config.ending == "cut short")
-
-
-trainer = TrainerConfig()
-"""
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A working directory with `mine.py`; what loading it leaves in the interpreter is taken back."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    (tmp_path / "mine.py").write_text(CONFIG)
-    yield tmp_path
-    for name, module in list(sys.modules.items()):
-        if Path(getattr(module, "__file__", None) or "/").absolute().is_relative_to(tmp_path):
-            del sys.modules[name]
-
-
-def fails(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    assert main(arguments) == code
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    return said.splitlines()
 
 
 def test_a_file_is_trained_into_a_run_directory_named_after_it(
@@ -106,27 +21,6 @@ def test_a_file_is_trained_into_a_run_directory_named_after_it(
     assert main(["train", "mine.py", "--set", "part.lr=2e-5"]) == 0
     assert (folder / "runs" / "mine" / "lr").read_text() == "2e-05"
     assert "trained tiny" in capsys.readouterr().out
-
-
-def test_a_run_directory_in_use_is_refused_with_the_next_move(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "mine.py", "--run-dir", "here"]) == 0
-    capsys.readouterr()
-    [line] = fails(["train", "mine.py", "--run-dir", "here"], 2, capsys)
-    assert line == "penstock: here exists and is not empty; go on with --resume, or name another with --run-dir here-2"
-
-
-def test_the_next_run_directory_is_numbered(folder: Path) -> None:
-    for _ in range(3):
-        assert main(["train", "mine.py", "--next-run-dir"]) == 0
-    assert sorted(path.name for path in (folder / "runs").iterdir()) == ["mine", "mine-2", "mine-3"]
-
-
-def test_an_empty_directory_and_a_missing_one_are_free_and_a_file_is_not(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("")
-    assert next_free(tmp_path / "empty") == tmp_path / "empty"
-    assert next_free(tmp_path / "missing") == tmp_path / "missing"
-    assert next_free(tmp_path / "file") == tmp_path / "file-2"
 
 
 def test_every_problem_of_set_and_of_the_whole_configuration_is_reported_at_once(
@@ -169,7 +63,7 @@ def test_a_run_that_ended_in_order_after_a_signal_exits_0_and_prints_how_to_resu
 ) -> None:
     assert main(["train", "mine.py", "--set", "ending=cut short", "--run-dir", "here"]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said == "Resume with: penstock train mine.py --set 'ending=cut short' --run-dir here --resume"
+    assert said == "Resume with: penstock train mine.py --run-dir here --resume"
 
 
 @pytest.mark.parametrize(

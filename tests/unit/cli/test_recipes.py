@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli import load_config
+from penstock.cli.config_file import load_config
 from penstock.errors import ConfigError
 
 
-@pytest.mark.parametrize("name", ["quickstart", "tiny", "gym"])
+@pytest.mark.parametrize("name", ["quickstart", "tiny", "gym", "code-tiny"])
 def test_a_recipe_that_needs_no_files_passes_its_check(name: str) -> None:
     load_config(name)
 
@@ -47,3 +47,25 @@ def test_the_tiny_recipe_asks_what_the_tiny_model_was_taught() -> None:
     assert (words.alphabet, words.min_length, words.max_length) == (LETTERS, MIN_LENGTH, MAX_LENGTH)
     assert answer.sample_params.max_tokens > MAX_LENGTH
     assert words.template == "{word}>"
+
+
+def test_the_code_recipe_asks_what_its_model_was_taught() -> None:
+    from penstock.models.tiny_code import OPERATIONS
+    from penstock.recipes.code_tiny import answer, functions
+
+    asked = [prompt.messages[0]["content"] for prompt in functions.prompts()]
+    assert {text[:3] for text in asked} == set(OPERATIONS)
+    assert all(len(text) == len("add 10>") and text.endswith(">") for text in asked)
+    assert answer.sample_params.max_tokens > len("def f(x): return x+10")
+
+
+def test_the_judge_of_gsm8k_is_any_endpoint_and_can_be_set(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"question": "Two and two?", "answer": "2 + 2 = 4\n#### 4"}) + "\n")
+    paths = [f"{part}.tasks.0.sampler_config.dataset.path={file}" for part in ("manager", "evaluator")]
+    judge = "manager.tasks.0.judger_config.all_of.reasoning"
+    config = load_config("gsm8k-llm-judge", [*paths, f"{judge}.base_url=http://judge:1/v1", f"{judge}.model=m"])
+    [task] = config.describe()["manager"]["tasks"]
+    assert task["judger_config"]["all_of"]["reasoning"]["base_url"] == "http://judge:1/v1"
+    with pytest.raises(ConfigError, match="base_url is 'nowhere'"):
+        load_config("gsm8k-llm-judge", [*paths, f"{judge}.base_url=nowhere"])

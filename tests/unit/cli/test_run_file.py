@@ -25,7 +25,7 @@ trainer = base.replace("manager.tasks.0.judger_config", reward)
 
 DRIVER = """\
 import asyncio, sys
-from penstock.cli import load_config
+from penstock.cli.config_file import load_config
 from penstock.rollout import new_rollout
 
 config = load_config(sys.argv[1])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.data import (
     AdditionConfig,
+    OneLineFunctionConfig,
     PromptSet,
     PromptSourceConfig,
     ReasoningGymConfig,
@@ -39,6 +40,23 @@ def test_addition_asks_for_sums(tokenizer):
         assert prompt.ground_truth == str(int(a) + int(b))
         assert prompt.data_source == "addition"
         assert tokenizer.decode(unpack_ids(prompt.ids)[1:]) == text
+
+
+def test_functions_of_one_line_come_with_their_tests(tokenizer):
+    train, held_out = (
+        OneLineFunctionConfig(template="{task}", held_out=70, split=split) for split in ("train", "eval")
+    )
+    asked = [*load(train, tokenizer).prompts, *load(held_out, tokenizer).prompts]
+    assert len({prompt.messages[0]["content"] for prompt in asked}) == len(asked) == 270
+    signs = {"add": "+", "sub": "-", "mul": "*"}
+    for prompt in asked:
+        word, number = prompt.messages[0]["content"].split()
+        tests = prompt.ground_truth
+        for (x,), wanted in zip(tests["inputs"], tests["outputs"], strict=True):
+            assert {"+": x + int(number), "-": x - int(number), "*": x * int(number)}[signs[word]] == wanted
+    for split, number in (("eval", 0), ("eval", 271), ("train", 270)):
+        with pytest.raises(ConfigError, match="held_out is"):
+            OneLineFunctionConfig(held_out=number, split=split).check()
 
 
 def test_reversed_words_and_sorted_letters(tokenizer):

@@ -7,68 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from engine_contract import CharacterTokenizer, Subject, Tensors
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
-from transformers.utils import logging
-
-from penstock.engine import EmbeddedEngineConfig
-
-SHAPE = {
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 72,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.25,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-
-
-def make_model(kind: str) -> Any:
-    if kind == "llama":
-        return LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
-    if kind == "llama-scaled":
-        rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0}
-        rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-        config = LlamaConfig(**SHAPE, rope_parameters=rope, attention_bias=True, mlp_bias=True)
-        return LlamaForCausalLM(config)
-    if kind == "qwen2":
-        return Qwen2ForCausalLM(Qwen2Config(**SHAPE))
-    if kind == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True))
-    assert kind == "gpt2"
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=96,
-            n_embd=48,
-            n_layer=2,
-            n_head=4,
-            n_positions=2048,
-            initializer_range=0.25,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
-
+from engine_contract import Subject
+from engine_models import make_subject, write_model, write_tokenizer
+from transformers import AutoModelForCausalLM
 
 KINDS = ("llama", "llama-scaled", "qwen2", "qwen3", "gpt2")
 
@@ -84,18 +27,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    logging.disable_progress_bar()
     root = tmp_path_factory.mktemp("models")
-    with torch.random.fork_rng(devices=[]):
-        for seed, kind in enumerate(KINDS):
-            torch.manual_seed(seed)
-            model = make_model(kind)
-            for name, parameter in model.named_parameters():
-                # Biases start at 0 and norms at 1; both would hide a mistake.
-                if parameter.ndim == 1:
-                    parameter.data += 0.2 * torch.randn_like(parameter)
-                assert parameter.isfinite().all(), name
-            model.save_pretrained(root / kind)
+    for seed, kind in enumerate(KINDS):
+        write_model(kind, root / kind, seed=seed)
     return {kind: root / kind for kind in KINDS}
 
 
@@ -109,33 +43,9 @@ def subjects(model_dirs: dict[str, Path], references: dict[str, Any]) -> dict[st
     return {kind: make_subject(model_dirs[kind], references[kind]) for kind in KINDS}
 
 
-def make_subject(model_dir: Path, model: Any) -> Subject:
-    def reference(ids: Any, temperature: float) -> np.ndarray:
-        with torch.inference_mode():
-            logits = model(torch.tensor([list(ids)])).logits[0].float()
-        return torch.log_softmax(logits / temperature, -1).numpy()
-
-    generator = torch.Generator().manual_seed(99)
-    other = {
-        name: weight + 0.2 * torch.randn(weight.shape, generator=generator)
-        for name, weight in model.state_dict().items()
-    }
-
-    def make() -> Any:
-        config = EmbeddedEngineConfig(max_running=6, prefill_chunk_tokens=64)
-        return config.build(str(model_dir), CharacterTokenizer(), threads=1)
-
-    return Subject(make=make, other_weights=Tensors(other), reference=reference)
-
-
 @pytest.fixture(scope="session")
 def served_dir(model_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with the tokenizer that `CharacterTokenizer` is, and an end-of-text that is never made."""
     directory = tmp_path_factory.mktemp("served") / "llama"
     shutil.copytree(model_dirs["llama"], directory)
-    vocabulary = {chr(32 + i): i for i in range(96)} | {"<end>": 96}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    inner.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>").save_pretrained(directory)
+    write_tokenizer(directory)
     return directory

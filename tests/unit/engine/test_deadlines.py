@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
@@ -145,6 +146,37 @@ def test_a_kept_request_that_never_ends_is_waited_for_no_longer_than_a_request_m
         assert asyncio.get_running_loop().time() - began == pytest.approx(3 * 60.0, abs=1.0), "three tries"
         with pytest.raises(InfrastructureFailure, match="did not answer x within 60 s"):
             await asking
+        await controller.close()
+
+    run_virtual(main(), deadline=1e6)
+
+
+def test_who_reads_a_stream_slowly_does_not_use_up_the_engines_time() -> None:
+    async def main() -> None:
+        controller = build(fifty_seconds(), request_timeout_s=60.0)
+        read = 0
+        async with contextlib.aclosing(controller.stream(request("slow"))) as pieces:
+            async for piece in pieces:
+                read += len(piece.ids) // 4
+                await asyncio.sleep(20.0)
+        assert read == 100
+        await controller.close()
+
+    run_virtual(main(), deadline=1e6)
+
+
+def test_an_engine_that_stops_in_the_middle_of_a_stream_is_late_however_slowly_it_is_read() -> None:
+    async def main() -> None:
+        engine = fifty_seconds()
+        controller = build(engine, request_timeout_s=60.0, failures_to_fence=99)
+        waited = 0.0
+        with pytest.raises(InfrastructureFailure, match="did not answer slow within 60 s"):
+            async with contextlib.aclosing(controller.stream(request("slow", "keep"))) as pieces:
+                async for _ in pieces:
+                    await asyncio.sleep(20.0)
+                    await engine.pause_generation()  # behind the controller's back
+                    waited = asyncio.get_running_loop().time()
+        assert asyncio.get_running_loop().time() - waited <= 3 * 60.0
         await controller.close()
 
     run_virtual(main(), deadline=1e6)

@@ -12,7 +12,8 @@ from penstock.engine import EmbeddedEngineConfig, EngineConfig, EnginesConfig, R
 from penstock.errors import ConfigError, WeightSyncError
 from penstock.ports import Engine, Tokenizer
 from penstock.testing import EngineScript, ScriptedEngine, run_virtual
-from penstock.weights import DiskChannel, InProcessChannel, SharedMemoryChannel
+from penstock.weights import InProcessChannel
+from penstock.weights.channel import OwnWeights, StoredChannel
 
 
 class ScriptedEngineConfig(EngineConfig):
@@ -40,20 +41,25 @@ def test_engines_are_always_behind_a_controller_which_says_how_many_are_active(n
 
 
 @pytest.mark.parametrize(
-    ("fields", "kind"),
+    ("fields", "writer"),
     [
-        ({}, InProcessChannel),
-        ({"channel": "in_process"}, InProcessChannel),
-        ({"engine": EmbeddedEngineConfig(process=True)}, SharedMemoryChannel),
-        ({"engine": EmbeddedEngineConfig(process=True), "channel": "shared_memory"}, SharedMemoryChannel),
-        ({"engine": EmbeddedEngineConfig(process=True), "channel": "disk"}, DiskChannel),
-        ({"channel": "disk"}, DiskChannel),
+        ({}, ""),
+        ({"channel": "in_process"}, ""),
+        ({"engine": EmbeddedEngineConfig(process=True)}, "SharedMemoryWriter"),
+        ({"engine": EmbeddedEngineConfig(process=True), "channel": "shared_memory"}, "SharedMemoryWriter"),
+        ({"engine": EmbeddedEngineConfig(process=True), "channel": "disk"}, "DiskWriter"),
+        ({"channel": "disk"}, "DiskWriter"),
     ],
 )
-def test_the_channel_fits_the_engines(fields: dict[str, Any], kind: type, tmp_path: Path) -> None:
+def test_the_channel_fits_the_engines(fields: dict[str, Any], writer: str, tmp_path: Path) -> None:
     config = EnginesConfig(**fields)
     config.check()
-    assert type(config.build_channel(NoWeights(), ScriptedEngine(), run_dir=tmp_path)) is kind
+    channel = config.build_channel(NoWeights(), ScriptedEngine(), run_dir=tmp_path)
+    if not writer:
+        assert isinstance(channel, InProcessChannel)
+        return
+    assert isinstance(channel, StoredChannel) and isinstance(channel._store, OwnWeights)
+    assert type(channel._store._writer).__name__ == writer
 
 
 def test_the_disk_channel_writes_into_the_run_or_where_it_is_told(tmp_path: Path) -> None:

@@ -45,6 +45,52 @@ def test_every_state_is_in_the_table_and_only_recovering_and_loading_lead_to_act
     ways = {source for source, targets in ALLOWED.items() if EngineState.ACTIVE in targets}
     assert ways == {EngineState.RECOVERING, EngineState.LOADING}
     assert not ALLOWED[EngineState.CLOSED]
+    assert not ALLOWED[EngineState.LEFT], "who left comes back as another"
+    assert {source for source, targets in ALLOWED.items() if EngineState.LEFT in targets} == {EngineState.DRAINING}
+
+
+def test_an_engine_that_joins_serves_only_with_the_published_weights() -> None:
+    life = active("a", model_step=3)
+    assert life.joined("b") == [Tell("b", EngineState.RECOVERING, "joins"), Recover("b", restart=False)]
+    assert life.recovered("b", 0) == [Recover("b", restart=False)], "its own weights are not the published ones"
+    life.sync_began(4)
+    assert life.recovered("b", 3) == [Recover("b", restart=False)], "nor while a sync is under way"
+    life.sync_ended({"a"}, {}, (), 1.0)
+    life.recovered("b", 4)
+    assert life.state("b") is EngineState.ACTIVE
+
+
+def test_an_engine_that_drains_is_given_nothing_more_and_no_sync_or_recovery_brings_it_back() -> None:
+    life = active("a", "b")
+    assert life.drains("a") == [Tell("a", EngineState.DRAINING, "it is to leave")]
+    assert life.sync_began(1)[0] == ["b"]
+    life.sync_ended({"b"}, {}, (), 1.0)
+    assert life.request_failed("a", "late", 1.0, dead=True) == []
+    assert life.probe_failed("a", "silent", 1.0, dead=True) == []
+    assert life.recovered("a", 1) == []
+    assert life.left("a", "drained") == [Tell("a", EngineState.LEFT, "drained"), Fence("a")]
+    assert life.left("a", "drained") == []
+
+
+def test_the_last_engine_in_service_does_not_leave() -> None:
+    life = active("a", "b")
+    life.fenced("b", "killed", 1.0)
+    assert not life.may_leave("a") and life.may_leave("b")
+    with pytest.raises(IllegalTransition, match="engine a cannot leave, no other is in service"):
+        life.drains("a")
+    assert life.state("a") is EngineState.ACTIVE
+    life.drains("b")
+    assert life.state("b") is EngineState.DRAINING
+
+
+def test_those_that_left_do_not_keep_hope_alive() -> None:
+    life = active("a", "b")
+    life.drains("b")
+    assert life.given_up is None
+    assert kinds(life.fenced("a", "killed", 1.0))[-1] is Alarm
+    life.recovering("a", restarted=True)
+    effects = life.refused("a", "no model", 2.0)
+    assert effects[-1] == GiveUp("a is fenced: no model")
 
 
 def test_an_illegal_move_tells_the_story_of_the_engine() -> None:
@@ -167,7 +213,9 @@ def test_closing_takes_all_work_away_and_is_told_once() -> None:
 
 
 NAMES = ("a", "b", "c")
-names = st.sampled_from(NAMES)
+LATER = ("d", "e", "f")
+"""That may join."""
+names = st.sampled_from(NAMES + LATER)
 
 
 class Engines(RuleBasedStateMachine):
@@ -184,6 +232,9 @@ class Engines(RuleBasedStateMachine):
         self.to_recover: dict[str, Recover] = {}
         self.failed = dict.fromkeys(NAMES, False)
         self.gone: set[str] = set()
+        self.names = list(NAMES)
+        """Of all that ever belonged to it."""
+        self.leaving: set[str] = set()
         self.overdue = False
         self.step = 0
         self.syncing: list[str] | None = None
@@ -198,24 +249,57 @@ class Engines(RuleBasedStateMachine):
                 self.overdue = False
 
     def serving(self) -> bool:
-        return any(self.life.state(name) in IN_SERVICE for name in NAMES)
+        return any(self.life.state(name) in IN_SERVICE for name in self.names)
+
+    @precondition(lambda self: len(self.names) < len(NAMES) + len(LATER))
+    @rule()
+    def one_joins(self) -> None:
+        name = LATER[len(self.names) - len(NAMES)]
+        self.names.append(name)
+        self.weights[name], self.failed[name] = (0, True), False
+        self.carry_out(self.life.joined(name))
+
+    @rule(name=names)
+    def one_leaves(self, name: str) -> None:
+        """Not while a sync is under way: the controller sees to that."""
+        if name not in self.names or name in self.leaving or self.syncing is not None:
+            return
+        if self.life.state(name) in IN_SERVICE and not self.life.may_leave(name):
+            with pytest.raises(IllegalTransition):
+                self.life.drains(name)
+            return
+        self.leaving.add(name)
+        self.to_recover.pop(name, None)
+        self.carry_out(self.life.drains(name))
+
+    @rule(name=names)
+    def one_has_left(self, name: str) -> None:
+        if name in self.leaving:
+            self.carry_out(self.life.left(name, "drained"))
+            assert self.life.state(name) is EngineState.LEFT
 
     @rule(name=names, what=st.sampled_from(["request_failed", "probe_failed"]), dead=st.booleans())
     def fails(self, name: str, what: str, dead: bool) -> None:
+        if name not in self.names:
+            return
         self.carry_out(getattr(self.life, what)(name, "it failed", self.now, dead=dead))
 
     @rule(name=names)
     def disobeys(self, name: str) -> None:
+        if name not in self.names:
+            return
         self.carry_out(self.life.fenced(name, "did not pause", self.now))
 
     @rule(name=names)
     def is_well(self, name: str) -> None:
+        if name not in self.names:
+            return
         self.life.request_answered(name)
         self.carry_out(self.life.probe_answered(name, self.weights[name][0], self.life.published, self.now))
 
     @rule(name=names)
     def forgets_its_weights(self, name: str) -> None:
-        if self.life.state(name) is EngineState.ACTIVE:
+        if name in self.names and self.life.state(name) is EngineState.ACTIVE:
             self.weights[name] = (self.life.published + 100, False)
             self.carry_out(self.life.probe_answered(name, self.weights[name][0], self.life.published, self.now))
             assert self.life.state(name) is EngineState.FENCED
@@ -281,8 +365,9 @@ class Engines(RuleBasedStateMachine):
 
     @invariant()
     def only_engines_with_the_published_weights_serve(self) -> None:
-        for name in NAMES:
+        for name in self.names:
             if self.life.state(name) is EngineState.ACTIVE:
+                assert name not in self.leaving
                 assert self.weights[name] == (self.life.published, True)
                 assert self.life.loading_step is None
 
@@ -290,6 +375,9 @@ class Engines(RuleBasedStateMachine):
     def hope_is_given_up_exactly_when_none_may_come_back(self) -> None:
         def may_come_back(name: str) -> bool:
             state = self.life.state(name)
+            if name in self.leaving:
+                assert state in (EngineState.DRAINING, EngineState.LEFT)
+                return False
             if name in self.gone:
                 assert state is EngineState.GONE
                 return False
@@ -297,11 +385,11 @@ class Engines(RuleBasedStateMachine):
                 return self.syncing is not None
             return state in IN_SERVICE or not (self.overdue and self.failed[name])
 
-        assert (self.life.given_up is None) == any(map(may_come_back, NAMES))
+        assert (self.life.given_up is None) == any(map(may_come_back, self.names))
 
     @invariant()
     def whatever_does_not_serve_is_brought_back_or_waits_for_a_sync(self) -> None:
-        for name in NAMES:
+        for name in self.names:
             if self.life.state(name) in (EngineState.FENCED, EngineState.RECOVERING):
                 assert name in self.to_recover
 

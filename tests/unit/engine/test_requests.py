@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from engine_contract import ask
 
-from penstock.engine.requests import check_request, check_scores, joined, rest_of
+from penstock.engine.requests import check_request, check_scores, rest_of
 from penstock.errors import DataFailure, InfrastructureFailure
-from penstock.ports import Completion, check_completion
+from penstock.ports import Completion, check_completion, joined
 from penstock.rollout import FailureReason, FinishReason, pack_ids, pack_logprobs
 
 

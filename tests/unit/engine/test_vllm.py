@@ -30,7 +30,7 @@ def test_a_vllm_recipe_without_vllm_exits_2_and_names_the_command_that_installs_
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["train", "quickstart-vllm", "--set", "engines.engine.python=nowhere/bin/python"]) == 2
-    assert "there is no nowhere/bin/python; `make setup-vllm` makes it" in capsys.readouterr().err
+    assert "there is no nowhere/bin/python; `make setup-vllm` installs it in .venv-vllm" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

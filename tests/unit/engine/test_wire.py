@@ -17,7 +17,8 @@ from engine_contract import (
 )
 from engine_processes import run
 
-from penstock.engine.frames import MAX_FRAME, Call, Failed, Reply, error_from_wire, error_to_wire, frame
+from penstock.engine.frames import MAX_FRAME
+from penstock.engine.hosted import HostedEngine
 from penstock.engine.remote import RemoteEngine
 from penstock.engine.server import serve
 from penstock.errors import (
@@ -29,6 +30,7 @@ from penstock.errors import (
     WeightSyncError,
 )
 from penstock.rollout import FailureReason
+from penstock.wire import Call, Failed, Reply, error_from_wire, error_to_wire, frame
 
 
 class Wired:
@@ -54,7 +56,9 @@ class Wired:
 
     async def _connect(self) -> RemoteEngine:
         ours, theirs = socket.socketpair()
-        self._serving = asyncio.create_task(serve(*await asyncio.open_connection(sock=theirs), self._make()))
+        self._serving = asyncio.create_task(
+            serve(*await asyncio.open_connection(sock=theirs), HostedEngine(self._make()))
+        )
 
         async def why_ended() -> InfrastructureFailure:
             return InfrastructureFailure("the server ended", reason=FailureReason.ENGINE_DIED)
@@ -110,7 +114,9 @@ def test_an_error_that_is_not_ours_is_the_engines_failure() -> None:
 def test_a_method_that_is_not_of_the_port_cannot_be_called(subjects: dict[str, Subject]) -> None:
     async def test() -> None:
         ours, theirs = socket.socketpair()
-        serving = asyncio.create_task(serve(*await asyncio.open_connection(sock=theirs), subjects["llama"].make()))
+        serving = asyncio.create_task(
+            serve(*await asyncio.open_connection(sock=theirs), HostedEngine(subjects["llama"].make()))
+        )
         reader, writer = await asyncio.open_connection(sock=ours)
         for method in ("close", "__class__", "_call"):
             writer.write(frame(Call(1, method, msgspec.Raw(msgspec.msgpack.encode(())))))

@@ -127,7 +127,7 @@ def test_a_reward_function_of_verl_is_called_by_its_names(rewards, make_config, 
     ("name", "reason"),
     [
         ("trl_reward", "has the parameter 'completions', so its signature is TRL's"),
-        ("trl_with_prompts", "write a function of that form which calls it"),
+        ("trl_with_prompts", "judger_config=trl_reward(f)"),
         ("verl_batch", "verl's batch manager"),
         ("openrlhf", "OpenRLHF's"),
         ("other_order", "has the first parameter 'data_source', but it is called as (response, label, extra_info)"),

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.rollout import Unjudged, Verdict
+from penstock.judger import NativeJudgerConfig
+from penstock.judger.calling import InOrder
+from penstock.rollout import FinishReason, Turn, Unjudged, Verdict, new_rollout
 
 
 def judge_all(judger, *rollouts):
@@ -60,7 +62,6 @@ def test_a_strange_result_is_unjudged_with_the_reason(strange_answers, command, 
 
 @pytest.fixture(scope="module")
 def strange_answers(rewards):
-    from penstock.judger import NativeJudgerConfig
     from penstock.rollout import new_rollout
 
     commands = ["nan", "inf", "string", "none", "missing", "huge", "list", "complex", "unknown"]
@@ -257,6 +258,31 @@ def test_the_cache_answers_the_same_question_once(rewards, make_config, answered
     assert asyncio.run(judger.metrics())["cache_hits"] == 1
 
 
+def test_siblings_that_wrote_the_same_are_judged_once(make_config, answered):
+    calls = 0
+
+    async def slow(response, label, extra_info):
+        nonlocal calls
+        calls += 1
+        number = calls
+        await asyncio.sleep(0.05)
+        if number == 1 and response == "fails once":
+            raise ValueError("no such thing")
+        return float(number)
+
+    async def run(text):
+        judger = make_config(slow, cache_size=10).build()
+        return await asyncio.gather(*(judger.judge(answered(text)) for _ in range(4))), await judger.metrics()
+
+    answers, metrics = asyncio.run(run("same"))
+    assert answers == [Verdict(1.0)] * 4
+    assert (calls, metrics["cache_hits"]) == (1, 3)
+    calls = 0
+    answers, _ = asyncio.run(run("fails once"))
+    assert isinstance(answers[0], Unjudged)
+    assert all(isinstance(answer, Verdict) for answer in answers[1:])  # none waits for another for ever
+
+
 def test_a_failure_is_not_cached(rewards, make_config, answered, tmp_path):
     judger = make_config(rewards.fails_once, cache_size=10).build()
 
@@ -386,3 +412,20 @@ def test_a_worker_sees_only_the_variables_that_are_named_to_it(rewards, make_con
     judger = make_config(rewards.sees_variable, environment=["MY_API_KEY"]).build()
     seen = judge_all(judger, *(answered("a", name) for name in ("PATH", "MY_SECRET", "MY_API_KEY")))
     assert seen == [Verdict(1.0), Verdict(0.0), Verdict(1.0)]
+
+
+def test_a_function_sees_apart_what_the_model_wrote_and_what_tools_said():
+    rollout = new_rollout("?", extra_info={"row": 1})
+    assert InOrder().arguments([rollout])[2] == {"row": 1}
+    rollout.response_text = "call4"
+    rollout.turns = (
+        Turn("generate", 1, FinishReason.STOP, "call"),
+        Turn("tool", 0, None, "4", 0, "adder"),
+        Turn("message", 2),
+        Turn("generate", 1, FinishReason.STOP, "4"),
+    )
+    response, _, extra_info = InOrder().arguments([rollout])
+    assert response == "call4"
+    assert [(turn["role"], turn["name"], turn["content"]) for turn in extra_info["turns"]] == [
+        ("assistant", "", "call"), ("tool", "adder", "4"), ("assistant", "", "4"),
+    ]  # fmt: skip

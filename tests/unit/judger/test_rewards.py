@@ -127,3 +127,33 @@ def test_reasoning_gym_scores_its_own_entries_in_a_worker(answered):
     answers = asyncio.run(run())
     assert answers[::2] == [Verdict(1.0)] * 3
     assert all(isinstance(answer, Verdict) and answer.score < 0.5 for answer in answers[1::2])
+
+
+def test_the_cascade_of_reasoning_gym_is_used_where_it_is_installed(monkeypatch):
+    """As its documents describe it; the releases on PyPI do not have it yet."""
+    import sys
+    import types
+
+    import reasoning_gym
+
+    from penstock.judger import rewards
+
+    entry = reasoning_gym.create_dataset("leg_counting", size=1, seed=1)[0]
+    info = {"gym": "leg_counting", "entry": entry}
+    lenient = rf"<answer>\({entry['answer']}\)</answer>"
+    strict = reasoning_gym_score(lenient, None, info)
+    assert strict < 1.0
+
+    def cascade_score(answer, expected, dataset=None, entry=None):
+        assert dataset.score_answer(expected, entry) == 1.0
+        return 1.0 if answer.strip("\\()") == expected else 0.0
+
+    module = types.ModuleType("reasoning_gym.scoring")
+    module.cascade_score = cascade_score
+    monkeypatch.setitem(sys.modules, "reasoning_gym.scoring", module)
+    rewards._cascade_score.cache_clear()
+    try:
+        assert reasoning_gym_score(lenient, None, info) == 1.0
+        assert reasoning_gym_score("<answer>none</answer>", None, info) < 1.0
+    finally:
+        rewards._cascade_score.cache_clear()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from penstock.learn.batch import TrainBatch, prepare_batch
+from penstock.learn.batch import BatchSettings, TrainBatch, prepare_batch
 from penstock.learn.fused import FusedModel, can_fuse
 from penstock.learn.linear import Gradients
 from penstock.learn.load import LogprobModel
@@ -37,7 +37,7 @@ def _step(
     model.zero_grad()
     found: dict[int, tuple[float, float]] = {}
     for micro in pack(batch, max_tokens=max_tokens, share_prompts=way.share_prompts, one_row=way.one_row):
-        computed = way.logprobs(micro, batch.temperature)
+        computed = way.logprobs(micro)
         (computed.logprobs * torch.from_numpy(micro.advantages)).sum().backward()
         pairs = zip(computed.logprobs.tolist(), computed.entropy.tolist(), strict=True)
         found |= dict(zip(micro.token_index.tolist(), pairs, strict=True))
@@ -47,7 +47,7 @@ def _step(
 def _long_and_short(random_groups: RandomGroups) -> TrainBatch:
     """Answers of 1 to 60 tokens, so that attention has rows of several lengths; one group with holes in its mask."""
     groups = [*random_groups(3, num_groups=4), *random_groups(5, num_groups=2, longest=60)]
-    batch = prepare_batch(groups, train_step=1, temperature=0.7)
+    batch = prepare_batch(groups, train_step=1, settings=BatchSettings(temperatures={"": 0.7}))
     rng = np.random.default_rng(0)
     holed = []
     for answer in batch.groups[0].answers:
@@ -65,7 +65,7 @@ def test_the_fused_passes_have_the_logprobs_and_the_gradient_of_transformers(
     model = _randomize(tiny_model(kind, tied=tied))
     assert can_fuse(model)
     batch = _long_and_short(random_groups)
-    expected, gradient = _step(model, PlainModel(model, Gradients(), share_prompts=False), batch, 10_000)
+    expected, gradient = _step(model, PlainModel(model, share_prompts=False), batch, 10_000)
     ways = [
         (FusedModel(model, Gradients(), torch.float32), 10_000),
         (FusedModel(model, Gradients(), torch.float32), 100),
@@ -105,7 +105,7 @@ def test_in_bfloat16_the_weights_are_rounded_as_an_engine_rounds_them(
         if checkpointing and not fused:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.train()
-        way: LogprobModel = PlainModel(model, Gradients(), torch.bfloat16, share_prompts=True)
+        way: LogprobModel = PlainModel(model, torch.bfloat16, share_prompts=True)
         if fused:
             way = FusedModel(model, Gradients(), torch.bfloat16, activation_checkpointing=checkpointing)
         return _step(model, way, batch, 300)

@@ -1,6 +1,7 @@
 import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,14 @@ from pydantic import ValidationError
 from transformers import get_scheduler
 
 from penstock.errors import ConfigError
-from penstock.learn.config import LossConfig, TrainWorkerConfig
+from penstock.learn import (
+    CorrectionConfig,
+    CustomLossConfig,
+    GSPOLossConfig,
+    LossConfig,
+    PPOLossConfig,
+    TrainWorkerConfig,
+)
 
 
 def test_importing_the_configuration_and_the_batch_imports_no_torch() -> None:
@@ -58,12 +66,60 @@ def test_every_number_has_a_finite_range(field: str, value: float) -> None:
 
 
 def test_every_problem_of_a_configuration_is_named_at_once() -> None:
-    config = TrainWorkerConfig(betas=(0.9, 1.0), advantage="gpro", loss=LossConfig(name="pppo", aggregation="constant"))
+    config = TrainWorkerConfig(
+        betas=(0.9, 1.0),
+        advantage="gpro",
+        loss=PPOLossConfig(aggregation="constant"),
+        correction=CorrectionConfig(
+            bypass_mode=True, rollout_is="token", rollout_rs="seq_k1", rollout_rs_threshold=2.0
+        ),
+    )
     with pytest.raises(ConfigError) as caught:
         config.check()
     problems = "\n".join(caught.value.problems)
-    assert len(caught.value.problems) == 4
+    assert len(caught.value.problems) == 5
     assert "betas is (0.9, 1.0)" in problems
     assert "Did you mean 'grpo'" in problems
-    assert "Did you mean 'ppo'" in problems
+    assert "would apply it twice" in problems
     assert "constant_length" in problems
+    assert "rollout_rs has 'seq_k1'" in problems
+
+
+def test_a_word_stands_for_a_loss_or_a_correction_and_a_path_for_a_function() -> None:
+    config = TrainWorkerConfig(loss="gspo", correction="icepop")
+    assert config.loss == GSPOLossConfig() and config.correction.rollout_is_threshold == "0.5_5.0"
+    custom = config.replace("loss", "penstock.learn.losses.ppo").loss
+    assert isinstance(custom, CustomLossConfig) and custom.function == "penstock.learn.losses.ppo"
+    with pytest.raises(ConfigError, match="Did you mean 'ppo'"):
+        TrainWorkerConfig(loss="pppo")
+    with pytest.raises(ConfigError, match="Did you mean 'icepop'"):
+        TrainWorkerConfig(correction="icepops")
+
+
+def test_the_class_that_losses_have_in_common_is_no_loss() -> None:
+    with pytest.raises(ConfigError, match="give PPOLossConfig"):
+        LossConfig(name="ppo")
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"rollout_is": "token", "rollout_is_threshold": "5.0_0.5"}, "the low end must be"),
+        ({"rollout_is": "token", "rollout_is_threshold": "two"}, "'two' is not a number"),
+        ({"rollout_is": "token", "rollout_is_threshold": 0.0}, "must be above 0"),
+        ({"rollout_rs": "token_k1"}, "0 values"),
+        ({"rollout_rs": "token_k1,seq_sum_k3", "rollout_rs_threshold": "0.5_2.0"}, "1 values"),
+        ({"rollout_rs": "token_k4", "rollout_rs_threshold": 2.0}, "Did you mean 'token_k"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "must be above 1"),
+        ({"rollout_rs_threshold": 2.0}, "rollout_rs says not by what"),
+    ],
+)
+def test_a_threshold_that_means_nothing_is_refused(fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        CorrectionConfig(**fields).check()
+
+
+def test_discounting_is_refused_for_estimators_that_do_not() -> None:
+    TrainWorkerConfig(gamma=0.9, advantage="reinforce_plus_plus").check()
+    with pytest.raises(ConfigError, match="rloo gives every token of an answer the same"):
+        TrainWorkerConfig(gamma=0.9, advantage="rloo").check()

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask
 
-from penstock.learn.batch import TrainBatch, TrainSegment, prepare_batch
-from penstock.learn.linear import Gradients
+from penstock.learn.batch import BatchSettings, TrainBatch, TrainSegment, prepare_batch
 from penstock.learn.logprobs import PlainModel, dense_mask, flex_mask, sees
 from penstock.learn.pack import MicroBatch, pack
 from penstock.rollout import ROOT, Group, Segment, Tokens
@@ -205,9 +204,9 @@ def _gradients(model: Any, batch: TrainBatch, **how: Any) -> tuple[dict[int, flo
     model.zero_grad()
     logprobs: dict[int, float] = {}
     total = sum(answer.num_trained for answer in batch.answers)
-    way = PlainModel(model, Gradients(), share_prompts=how.get("share_prompts", True))
+    way = PlainModel(model, share_prompts=how.get("share_prompts", True))
     for micro in pack(batch, **how):
-        computed = way.logprobs(micro, batch.temperature).logprobs
+        computed = way.logprobs(micro).logprobs
         (computed * torch.from_numpy(micro.advantages).to(computed) / total).sum().backward()
         logprobs |= dict(zip(micro.token_index.tolist(), computed.tolist(), strict=True))
     return logprobs, {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -219,7 +218,7 @@ def test_sharing_prompts_changes_neither_logprobs_nor_gradient(
     tiny_model: ModelOf, random_groups: RandomGroups, kind: str, tied: bool
 ) -> None:
     model = tiny_model(kind, tied=tied).double()
-    batch = prepare_batch(random_groups(3, num_groups=5), train_step=1, temperature=0.7)
+    batch = prepare_batch(random_groups(3, num_groups=5), train_step=1, settings=BatchSettings(temperatures={"": 0.7}))
     shared, shared_gradient = _gradients(model, batch, max_tokens=200)
     unshared, unshared_gradient = _gradients(model, batch, max_tokens=200, share_prompts=False)
     assert shared == pytest.approx(unshared, abs=1e-10)
@@ -230,7 +229,9 @@ def test_sharing_prompts_changes_neither_logprobs_nor_gradient(
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_the_logprobs_are_those_of_the_whole_model(tiny_model: ModelOf, random_trees: RandomGroups, kind: str) -> None:
     model = tiny_model(kind)
-    batch = prepare_batch(random_trees(4, num_groups=3, tool_share=0.0), train_step=1, temperature=1.3)
+    batch = prepare_batch(
+        random_trees(4, num_groups=3, tool_share=0.0), train_step=1, settings=BatchSettings(temperatures={"": 1.3})
+    )
     logprobs = []
     with torch.no_grad():
         for _, context, segment in _unshared(batch):
@@ -255,7 +256,7 @@ def test_a_head_in_chunks_has_the_gradient_of_one_block(
     tiny_model: ModelOf, random_groups: RandomGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("llama").double()
-    batch = prepare_batch(random_groups(6, num_groups=4), train_step=1, temperature=0.9)
+    batch = prepare_batch(random_groups(6, num_groups=4), train_step=1, settings=BatchSettings(temperatures={"": 0.9}))
     one, one_gradient = _gradients(model, batch, max_tokens=500)
     monkeypatch.setattr("penstock.learn.head.KEPT_BYTES", 5 * 97 * 8)
     monkeypatch.setattr("penstock.learn.head.CHUNK_BYTES", 2 * 97 * 8)
@@ -267,10 +268,12 @@ def test_a_head_in_chunks_has_the_gradient_of_one_block(
 
 def test_the_entropy_is_that_of_the_distribution(tiny_model: ModelOf, group_of: Callable[..., Group]) -> None:
     model = tiny_model("llama")
-    batch = prepare_batch([group_of(prompt=[3, 4], answers=[[5], [6]])], train_step=1, temperature=2.0)
+    batch = prepare_batch(
+        [group_of(prompt=[3, 4], answers=[[5], [6]])], train_step=1, settings=BatchSettings(temperatures={"": 2.0})
+    )
     [micro] = pack(batch, max_tokens=10)
     with torch.no_grad():
-        entropy = PlainModel(model, Gradients(), share_prompts=True).logprobs(micro, 2.0).entropy
+        entropy = PlainModel(model, share_prompts=True).logprobs(micro).entropy
         table = (model(input_ids=torch.tensor([[3, 4]])).logits[0, -1] / 2.0).log_softmax(-1)
     expected = -(table.exp() * table).sum().item()
     assert entropy.tolist() == pytest.approx([expected, expected], rel=1e-5)
@@ -281,3 +284,35 @@ def test_an_answer_without_a_trained_token_is_left_out(group_of: Callable[..., G
     group[1].response = Tokens().append([7], trained=False)
     [micro] = pack(prepare_batch([group], train_step=1), max_tokens=100)
     assert micro.answer_index.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "way", [{}, {"one_row": True}, {"share_prompts": False}, {"share_prompts": False, "one_row": True}]
+)
+@pytest.mark.parametrize("max_tokens", [1, 30, 80, 10_000])
+def test_answers_that_are_kept_whole_are_in_one_micro_batch_each_and_nothing_is_lost(
+    random_trees: RandomGroups, max_tokens: int, way: dict[str, bool]
+) -> None:
+    batch = prepare_batch(random_trees(5, num_groups=4), train_step=1)
+    kept, split = (
+        pack(batch, max_tokens=max_tokens, whole_answers=whole, **way)  # type: ignore[arg-type]
+        for whole in (True, False)
+    )
+    of_answer: dict[int, set[int]] = {}
+    for number, micro in enumerate(kept):
+        for answer in micro.answer_index.tolist():
+            of_answer.setdefault(answer, set()).add(number)
+    assert all(len(numbers) == 1 for numbers in of_answer.values())
+    tokens = [sorted(np.concatenate([m.token_index for m in found]).tolist()) for found in (kept, split)]
+    assert tokens[0] == tokens[1]
+    if max_tokens == 1:
+        assert len(split) > len(kept) == len(of_answer)
+
+
+def test_segments_of_which_some_lack_a_column_cannot_be_packed(group_of: Callable[..., Group]) -> None:
+    batch = prepare_batch([group_of()], train_step=1)
+    [group] = batch.groups
+    first = replace(group.answers[0].segments[0], reference_logprobs=np.zeros(3, np.float32))
+    odd = replace(group, answers=[replace(group.answers[0], segments=[first]), group.answers[1]])
+    with pytest.raises(ValueError, match="columns that others lack"):
+        pack(replace(batch, groups=[odd]), max_tokens=100)

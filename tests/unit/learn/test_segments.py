@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.learn.batch import TrainBatch, prepare_batch
+from penstock.learn.batch import BatchSettings, TrainBatch, prepare_batch
 from penstock.learn.config import TrainWorkerConfig
 from penstock.learn.fused import FusedModel
 from penstock.learn.linear import Gradients
@@ -31,7 +31,9 @@ def _alone(model: Any, groups: list[Group], batch: TrainBatch) -> dict[str, torc
         for index, segment in enumerate(rollout.segments):
             context = unpack_ids(rollout.context_ids(index))
             ids = torch.from_numpy(np.concatenate([context, unpack_ids(segment.tokens.ids)]).astype(np.int64))
-            table = (model(input_ids=ids[None]).logits[0] / batch.temperature).log_softmax(-1)[:-1]
+            table = (model(input_ids=ids[None]).logits[0] / float(answer.segments[0].temperatures[0])).log_softmax(-1)[
+                :-1
+            ]
             logprobs = table.gather(1, ids[1:, None])[len(context) - 1 :, 0]
             sampled = torch.from_numpy(np.frombuffer(segment.tokens.mask, np.uint8) == 1)
             (logprobs[sampled] * answer.advantage).sum().backward()
@@ -42,7 +44,7 @@ def _through(model: Any, way: LogprobModel, batch: TrainBatch, max_tokens: int) 
     model.zero_grad()
     trained: list[int] = []
     for micro in pack(batch, max_tokens=max_tokens, share_prompts=way.share_prompts, one_row=way.one_row):
-        logprobs = way.logprobs(micro, batch.temperature).logprobs
+        logprobs = way.logprobs(micro).logprobs
         (logprobs * torch.from_numpy(micro.advantages)).sum().backward()
         trained += micro.token_index.tolist()
     masks = np.concatenate([segment.mask for segment in batch.segments])
@@ -58,12 +60,12 @@ def test_the_gradient_is_that_of_segments_that_share_nothing(
 ) -> None:
     model = tiny_model(kind)
     groups = [*branched(), *random_trees(5, num_groups=2)]
-    batch = prepare_batch(groups, train_step=1, temperature=0.8)
+    batch = prepare_batch(groups, train_step=1, settings=BatchSettings(temperatures={"": 0.8}))
     shares = "unshared" not in way
     computes = (
         FusedModel(model, Gradients(), torch.float32, share_prompts=shares)
         if way.startswith("fused")
-        else PlainModel(model, Gradients(), share_prompts=shares)
+        else PlainModel(model, share_prompts=shares)
     )
     found = _through(model, computes, batch, max_tokens)
     expected = _alone(tiny_model(kind).double(), groups, batch)

@@ -25,9 +25,9 @@ from transformers import (
 
 from penstock.errors import CheckpointError, ModelError, RunError, StepRefused, StorageError, UserFunctionError
 from penstock.learn.batch import TrainAnswer, TrainBatch, prepare_batch
-from penstock.learn.config import LossConfig, TrainWorkerConfig
+from penstock.learn.config import TrainWorkerConfig
 from penstock.learn.load import can_share_prompts, check_head
-from penstock.learn.losses import LossTerms, LossTokens
+from penstock.learn.losses import CustomLossConfig, LossTerms, LossTokens, PPOLossConfig
 from penstock.learn.save import save_hf
 from penstock.learn.worker import TorchTrainWorker
 from penstock.rollout import FloatArray, Group, Tokens
@@ -87,13 +87,13 @@ def _with_advantage(batch: TrainBatch, advantage: float) -> TrainBatch:
     return replace(batch, groups=[replace(g, answers=[changed(a) for a in g.answers]) for g in batch.groups])
 
 
-def exploding_after_the_first_update(tokens: LossTokens, config: LossConfig) -> LossTerms:
+def exploding_after_the_first_update(tokens: LossTokens, config: CustomLossConfig) -> LossTerms:
     """Finite on the first half of the groups, infinite on the second: told apart by their advantages."""
     late = (tokens.advantages.abs() > 100).any()
     return LossTerms(-tokens.advantages * tokens.logprobs * (torch.inf if late else 1.0))
 
 
-def with_a_gradient_that_is_not_a_number(tokens: LossTokens, config: LossConfig) -> LossTerms:
+def with_a_gradient_that_is_not_a_number(tokens: LossTokens, config: CustomLossConfig) -> LossTerms:
     return LossTerms((tokens.logprobs - tokens.logprobs.detach()).sqrt())
 
 
@@ -135,7 +135,7 @@ def test_micro_batches_and_sharing_change_the_step_by_rounding_only(model_dir: P
         {"fused": False, "activation_checkpointing": True},
     ]
     for aggregation in ({}, {"aggregation": "sequence-mean"}, {"aggregation": "constant", "constant_length": 9}):
-        loss = LossConfig(**aggregation)
+        loss = PPOLossConfig(**aggregation)
         # One step of AdamW is nearly the sign of the gradient; a large eps keeps it linear and comparable.
         results = [_train(_worker(model_dir, loss=loss, eps=1.0, **way), batch) for way in ways]
         for key in ("loss", "grad_norm", "entropy", "mismatch/mean_abs", "mismatch/k3_kl"):
@@ -215,7 +215,7 @@ def test_a_step_that_is_not_finite_changes_nothing(model_dir: Path, batch: Train
 
 
 def test_a_finite_loss_with_a_gradient_that_is_not_is_refused(model_dir: Path, batch: TrainBatch) -> None:
-    loss = LossConfig(name=f"{__name__}.with_a_gradient_that_is_not_a_number")
+    loss = CustomLossConfig(function=f"{__name__}.with_a_gradient_that_is_not_a_number")
     worker = _worker(model_dir, loss=loss)
     weights = _weights(worker)
     with pytest.raises(StepRefused, match=r"loss is 0\.0, gradient norm is nan"):
@@ -225,7 +225,7 @@ def test_a_finite_loss_with_a_gradient_that_is_not_is_refused(model_dir: Path, b
 
 
 def test_a_refused_second_update_takes_the_first_back(model_dir: Path, batch: TrainBatch) -> None:
-    loss = LossConfig(name=f"{__name__}.exploding_after_the_first_update")
+    loss = CustomLossConfig(function=f"{__name__}.exploding_after_the_first_update")
     worker = _worker(model_dir, updates_per_batch=2)
     _train(worker, batch)
     exploding = _worker(model_dir, updates_per_batch=2, loss=loss)
@@ -513,15 +513,15 @@ def test_weights_that_the_optimiser_makes_infinite_end_the_run(
         _train(worker, batch)
 
 
-def that_answers_in_words(tokens: LossTokens, config: LossConfig) -> object:
+def that_answers_in_words(tokens: LossTokens, config: CustomLossConfig) -> object:
     return "low"
 
 
-def that_adds_up(tokens: LossTokens, config: LossConfig) -> LossTerms:
+def that_adds_up(tokens: LossTokens, config: CustomLossConfig) -> LossTerms:
     return LossTerms(tokens.logprobs.sum())
 
 
-def that_raises(tokens: LossTokens, config: LossConfig) -> LossTerms:
+def that_raises(tokens: LossTokens, config: CustomLossConfig) -> LossTerms:
     raise KeyError("entropy")
 
 
@@ -534,7 +534,7 @@ def that_raises(tokens: LossTokens, config: LossConfig) -> LossTerms:
     ],
 )
 def test_a_loss_of_the_users_that_fails_is_named(model_dir: Path, batch: TrainBatch, name: str, problem: str) -> None:
-    worker = _worker(model_dir, loss=LossConfig(name=f"{__name__}.{name}"))
+    worker = _worker(model_dir, loss=CustomLossConfig(function=f"{__name__}.{name}"))
     with pytest.raises(UserFunctionError, match=rf"test_worker\.{name}.*{problem}"):
         _train(worker, batch)
 
@@ -567,7 +567,7 @@ def test_train_returns_the_logprobs_of_its_first_pass_and_nan_where_nothing_is_t
 _ENTERED, _MAY_GO_ON = threading.Event(), threading.Event()
 
 
-def that_waits(tokens: LossTokens, config: LossConfig) -> LossTerms:
+def that_waits(tokens: LossTokens, config: CustomLossConfig) -> LossTerms:
     _ENTERED.set()
     assert _MAY_GO_ON.wait(60)
     return LossTerms(-tokens.advantages * tokens.logprobs)
@@ -578,7 +578,7 @@ def waiting_worker(model_dir: Path) -> Iterator[TorchTrainWorker]:
     """Its first micro-batch of several waits until it may go on."""
     _ENTERED.clear()
     _MAY_GO_ON.clear()
-    loss = LossConfig(name=f"{__name__}.that_waits")
+    loss = CustomLossConfig(function=f"{__name__}.that_waits")
     yield _worker(model_dir, loss=loss, max_tokens_per_micro_batch=16)
     _MAY_GO_ON.set()
 

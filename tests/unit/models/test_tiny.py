@@ -6,6 +6,7 @@ import pytest
 
 from penstock.models import load_tokenizer, model_context, resolve_model
 from penstock.models.tiny import CONTEXT, LETTERS, MAX_LENGTH, make_tiny
+from penstock.models.tiny_code import OPERATIONS
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,28 @@ def test_the_model_samples_the_right_answer_about_every_third_time(tiny: Path) -
             ids = torch.cat([ids, torch.multinomial(chances, 1, generator=generator)], dim=1)
     answers = [tokenizer.decode(row[6:]) for row in ids.tolist()]
     right = sum(answer == word[::-1] for answer, word in zip(answers, words, strict=True)) / len(words)
+    assert 0.2 < right < 0.5
+
+
+@pytest.mark.long_tier
+def test_the_model_of_code_writes_the_right_function_about_every_third_time(model_cache: Path) -> None:
+    import torch
+    from transformers import LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    directory = resolve_model("tiny-code", cache=model_cache)
+    model, tokenizer = LlamaForCausalLM.from_pretrained(directory), load_tokenizer(directory)
+    generator = torch.Generator().manual_seed(1)
+    questions = [(word, number) for word in OPERATIONS for number in range(10, 100)]
+    ids = torch.tensor([tokenizer.encode(f"{word} {number}>") for word, number in questions])
+    with torch.no_grad():
+        for _ in range(len("def f(x): return x+10") + 1):
+            chances = model(input_ids=ids).logits[:, -1].softmax(-1)
+            ids = torch.cat([ids, torch.multinomial(chances, 1, generator=generator)], dim=1)
+    answers = [tokenizer.decode(row[7:]) for row in ids.tolist()]
+    wanted = [f"def f(x): return x{OPERATIONS[word]}{number}" for word, number in questions]
+    right = sum(answer == one for answer, one in zip(answers, wanted, strict=True)) / len(wanted)
     assert 0.2 < right < 0.5
 
 

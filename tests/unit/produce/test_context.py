@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from penstock.agent_loop import AgentLoop, SingleTurnAgentLoop
+from penstock.engine import RolloutControllerConfig
 from penstock.errors import CircuitOpen, EngineUnavailable, Interrupted, UserFunctionError
 from penstock.produce import FailurePolicyConfig, ProduceContext, SyncProduceStrategyConfig, has_different_rewards
 from penstock.replay import GroupState
@@ -39,8 +40,9 @@ def played(world: ScriptedWorld, context: NewContext) -> tuple[Group, bool]:
 
 
 def engine_of(world: ScriptedWorld) -> ScriptedEngine:
-    assert isinstance(world.engine, ScriptedEngine)
-    return world.engine
+    [engine] = world.engines or [world.engine]
+    assert isinstance(engine, ScriptedEngine)
+    return engine
 
 
 def task(**options: object) -> ScriptedTask:
@@ -132,7 +134,7 @@ def test_an_infrastructure_failure_is_retried_three_times_with_backoff_then_the_
 ) -> None:
     world = ScriptedWorld(
         [task(prompt_repeat_k=1)],
-        engine=EngineScript(length=constant(20), tokens_per_s=10.0, faults=EngineFaults(fails=1.0)),
+        engine=ScriptedEngine(EngineScript(length=constant(20), tokens_per_s=10.0, faults=EngineFaults(fails=1.0))),
         dead_letters=tmp_path / "dead.jsonl",
     )
 
@@ -178,7 +180,7 @@ def test_a_data_failure_is_retried_once_and_healthy_siblings_are_kept(context: N
 
 
 def test_a_retry_that_works_leaves_a_whole_group_and_one_failure_on_no_count(context: NewContext) -> None:
-    world = ScriptedWorld(engine=EngineScript(faults=EngineFaults(fails=0.4)), seed=3)
+    world = ScriptedWorld(engine=ScriptedEngine(EngineScript(faults=EngineFaults(fails=0.4)), seed=3))
     results = [run_virtual(play(context(world))) for _ in range(30)]
     retried = [group for group, completed in results if completed and any(r.infrastructure_failures for r in group)]
     assert retried
@@ -188,7 +190,7 @@ def test_a_retry_that_works_leaves_a_whole_group_and_one_failure_on_no_count(con
 
 @pytest.mark.parametrize("fault", ["nonsense", "wrong_version"])
 def test_an_engine_that_answers_nonsense_never_completes_a_rollout(context: NewContext, fault: str) -> None:
-    engine = EngineScript(faults=EngineFaults(**{fault: 1.0}))
+    engine = ScriptedEngine(EngineScript(faults=EngineFaults(**{fault: 1.0})))
     world = ScriptedWorld([task(failures=FailurePolicyConfig(backoff_s=0))], engine=engine)
     group, completed = played(world, context)
     assert not completed
@@ -196,9 +198,23 @@ def test_an_engine_that_answers_nonsense_never_completes_a_rollout(context: NewC
     assert world.buffer.discarded("task") == {"retries_exhausted": 1}
 
 
+def test_an_answer_of_weights_that_do_not_exist_is_not_kept_for_another_judging(context: NewContext) -> None:
+    failures = FailurePolicyConfig(backoff_s=0)
+    world = ScriptedWorld(
+        [task(failures=failures, judger=JudgerScript(unjudged=1.0), prompt_repeat_k=1)],
+        engine=ScriptedEngine(EngineScript(faults=EngineFaults(wrong_version=1.0))),
+    )
+    (rollout,), completed = played(world, context)
+    assert not completed
+    assert rollout.error is not None
+    assert rollout.error.reason == "engine_nonsense"
+    assert engine_of(world).served["task:0:0"] == 4
+
+
 def test_an_engine_that_does_not_answer_meets_its_deadline(context: NewContext) -> None:
     engine = EngineScript(faults=EngineFaults(hangs=1.0))
-    world = ScriptedWorld([task(request_timeout_s=60.0, failures=FailurePolicyConfig(backoff_s=0))], engine=engine)
+    controller = RolloutControllerConfig(request_timeout_s=60.0, failures_to_fence=99)
+    world = ScriptedWorld([task(failures=FailurePolicyConfig(backoff_s=0))], engine=engine, controller=controller)
     group, completed = played(world, context)
     assert not completed
     assert all(rollout.error is not None and rollout.error.reason == "engine_deadline" for rollout in group)
@@ -389,7 +405,7 @@ class TwoTurns(AgentLoop):
 
 
 def test_what_was_cut_off_is_stored_without_tokens_of_weights_that_do_not_exist(context: NewContext) -> None:
-    engine = EngineScript(faults=EngineFaults(wrong_version=1.0))
+    engine = ScriptedEngine(EngineScript(faults=EngineFaults(wrong_version=1.0)))
     world = ScriptedWorld([task(loop=TwoTurns)], engine=engine)
 
     async def main() -> None:

@@ -113,7 +113,6 @@ def test_what_is_no_judger_is_refused_where_it_is_written(wrong: Any) -> None:
         ("no.such.module", "cannot be loaded"),
         ({"addition": f"{Path(__file__)}:nobody"}, "nobody"),
         (lambda response, label, extra_info: 1.0, "it is a lambda"),
-        (NativeJudgerConfig(reward_handler=one, num_ray_actors=1), "num_ray_actors is 1; without Ray it must be 0"),
     ],
 )
 def test_a_judger_that_cannot_work_is_found_by_the_check(wrong: Any, problem: str) -> None:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from penstock.agent_loop import SingleTurnAgentLoop
+from penstock.engine import RolloutControllerConfig
 from penstock.errors import CircuitOpen, DeadlineExceeded, RunError
 from penstock.events import Event, TaskProgress
 from penstock.ports import GenerateRequest
@@ -31,6 +32,7 @@ NewTask = Callable[..., ScriptedTask]
 
 EXPIRED = ProduceBatchStatus.EXPIRED_BATCH
 NORMAL = ProduceBatchStatus.NORMAL
+PATIENT = RolloutControllerConfig(request_timeout_s=1e6)
 
 
 def now() -> float:
@@ -74,6 +76,7 @@ def test_a_colocated_batch_is_exact_and_leaves_nothing_running() -> None:
         assert result.status is NORMAL
         assert world.buffer.state_count("task", GroupState.RUNNING) == 0
         assert world.buffer.state_count("task", GroupState.LEASED) == 3
+        await world.close()
         assert len(asyncio.all_tasks()) == 1
 
     run_virtual(main())
@@ -82,11 +85,11 @@ def test_a_colocated_batch_is_exact_and_leaves_nothing_running() -> None:
 def test_a_fast_task_never_pauses_a_slow_one() -> None:
     async def main() -> tuple[float, list[str], int]:
         tasks = [ScriptedTask(name="fast"), ScriptedTask(name="slow")]
-        world = ScriptedWorld(tasks, batch_size=2, engine=by_task(fast=1, slow=200))
+        world = ScriptedWorld(tasks, batch_size=2, engine=by_task(fast=1, slow=150))
         result = await world.manager.produce_batch(2, 1, model_step=0)
         return now(), ids(result.groups), max(r.num_tries for group in result.groups for r in group)
 
-    assert run_virtual(main()) == (200.0, ["fast:0", "slow:0"], 0)
+    assert run_virtual(main()) == (150.0, ["fast:0", "slow:0"], 0)
 
 
 def test_a_refused_step_does_not_starve_the_next_one() -> None:
@@ -403,6 +406,7 @@ def test_the_producers_exception_ends_get_batch_at_once_as_itself(asynchronous: 
             await loop
         assert seen.value is raised.value
         await world.manager.shutdown()
+        await world.close()
         assert len(asyncio.all_tasks()) == 1
         return at
 
@@ -426,6 +430,7 @@ def test_a_failure_in_one_tasks_drain_leaves_no_other_task_running(asynchronous:
         await asyncio.gather(loop, return_exceptions=True)
         assert [task.strategy.pending_task_count() for task in world.manager.tasks.values()] == [0, 0]
         assert world.buffer.count("slow", Status.ABORTED) == 2
+        await world.close()
         assert len(asyncio.all_tasks()) == 1
 
     run_virtual(main())
@@ -474,6 +479,7 @@ def test_after_shutdown_a_batch_is_empty_and_normal_and_nothing_runs(asynchronou
         await world.manager.continue_produce(3)
         assert world.manager.status is AgentLoopManagerStatus.FINISH
         assert world.buffer.state_count("task", GroupState.RUNNING) == 0
+        await world.close()
         assert len(asyncio.all_tasks()) == 1
         world.check()
 
@@ -739,9 +745,9 @@ def test_memory_and_tasks_stay_flat_over_a_long_run(asynchronous: NewTask) -> No
 
 def test_a_stalled_run_ends_with_the_stage_and_the_oldest_rollout(asynchronous: NewTask) -> None:
     async def main() -> None:
-        task = asynchronous(prompt_repeat_k=1, request_timeout_s=1e6, pause_timeout_s=10.0)
+        task = asynchronous(prompt_repeat_k=1, pause_timeout_s=10.0)
         engine = EngineScript(faults=EngineFaults(hangs=1.0))
-        world = ScriptedWorld([task], batch_size=2, engine=engine, stall_timeout_s=100.0)
+        world = ScriptedWorld([task], batch_size=2, engine=engine, controller=PATIENT, stall_timeout_s=100.0)
         loop = await producing(world)
         try:
             await world.manager.get_batch(2, 1)
@@ -749,6 +755,7 @@ def test_a_stalled_run_ends_with_the_stage_and_the_oldest_rollout(asynchronous: 
             assert now() == pytest.approx(100.0)
             await world.manager.shutdown()
             await asyncio.gather(loop, return_exceptions=True)
+            await world.close()
             assert len(asyncio.all_tasks()) == 1
 
     expected = r"no group finished for 100 s\. The oldest of 2 groups is task:0, playing for 100 s: task:0:0 in engine"
@@ -919,6 +926,7 @@ def test_shutting_down_after_a_failed_producer_raises_nothing_new(caplog: pytest
         finally:
             await world.manager.shutdown()
             await asyncio.gather(loop, return_exceptions=True)
+            await world.close()
             assert NoticesItsEnd.closed == 1
             assert len(asyncio.all_tasks()) == 1
 

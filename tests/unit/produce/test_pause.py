@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from penstock.engine import RolloutControllerConfig
 from penstock.errors import InfrastructureFailure
 from penstock.produce.pause import PauseDeadlines
 from penstock.rollout import Status
@@ -118,7 +119,8 @@ def test_engines_continue_before_the_signal_is_cleared(asynchronous: NewTask) ->
 
 def test_a_rollout_that_hears_nothing_is_cancelled_after_the_timeout(asynchronous: NewTask, seconds: Seconds) -> None:
     script = seconds(default=5, faults=EngineFaults(hangs=1.0))
-    world = ScriptedWorld([asynchronous(pause_timeout_s=300.0)], engine=script)
+    patient = RolloutControllerConfig(request_timeout_s=1e6)
+    world = ScriptedWorld([asynchronous(pause_timeout_s=300.0)], engine=script, controller=patient)
     assert run_virtual(pause_at_ten(world)) == pytest.approx(300.0)
     assert world.buffer.count("task", Status.ABORTED) == 4
     world.check()

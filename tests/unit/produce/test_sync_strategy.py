@@ -8,7 +8,7 @@ import pytest
 
 from penstock.produce import FailurePolicyConfig, ProduceBatchStatus, ProduceContext, SyncProduceStrategyConfig
 from penstock.rollout import RolloutState, Status
-from penstock.testing import EngineFaults, EngineScript, ScriptedTask, ScriptedWorld, run_virtual
+from penstock.testing import EngineFaults, EngineScript, ScriptedEngine, ScriptedTask, ScriptedWorld, run_virtual
 
 NewContext = Callable[..., ProduceContext]
 Seconds = Callable[..., EngineScript]
@@ -61,7 +61,7 @@ def test_it_refills_for_every_filtered_group(context: NewContext, seconds: Secon
 
 def test_it_refills_for_failed_groups(context: NewContext) -> None:
     task = ScriptedTask(failures=FailurePolicyConfig(infrastructure_retries=0))
-    world = ScriptedWorld([task], engine=EngineScript(faults=EngineFaults(fails=0.2)), seed=1)
+    world = ScriptedWorld([task], engine=ScriptedEngine(EngineScript(faults=EngineFaults(fails=0.2)), seed=1))
     run_virtual(produce(world, context(world, size=8)))
     assert world.buffer.count("task", Status.COMPLETED) == 8
     assert world.buffer.discarded("task")["retries_exhausted"] > 0

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from penstock.engine import RolloutControllerConfig
 from penstock.errors import DeadlineExceeded
 from penstock.produce import (
     PooledStrategy,
@@ -98,7 +99,9 @@ def test_a_strategy_that_never_calls_its_model_too_old_is_bounded_all_the_same(
 
 def test_a_stalled_run_names_the_rollouts_of_a_strategy_that_keeps_no_attempts() -> None:
     engine = EngineScript(faults=EngineFaults(hangs=1.0))
-    task = ScriptedTask(strategy=PlainConfig(), request_timeout_s=1e6)
-    world = ScriptedWorld([task], engine=engine, stall_timeout_s=100.0)
+    patient = RolloutControllerConfig(request_timeout_s=1e6)
+    world = ScriptedWorld(
+        [ScriptedTask(strategy=PlainConfig())], engine=engine, controller=patient, stall_timeout_s=100.0
+    )
     with pytest.raises(DeadlineExceeded, match=r"Being played: task:0:0 in engine, task:0:1 in engine\."):
         run_virtual(world.manager.produce_batch(4, 1, model_step=0))

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from penstock.errors import CheckpointError, StorageError
-from penstock.trainer.checkpoints import Checkpoint, CheckpointStore, config_hash, weights_sums
+from penstock.trainer.checkpoints import Checkpoint, CheckpointStore, config_hash
 from penstock.trainer.files import Files, FileSum
 
 
@@ -117,16 +116,6 @@ def test_checkpoint_zero_holds_no_tensors_and_is_the_newest_of_a_run_that_has_no
     assert found.state["weights"] == {"model.safetensors": "ab"}
     with pytest.raises(CheckpointError, match="has no 'model'"):
         found.tensors("model")
-
-
-def test_the_sums_of_weights_change_with_the_weights_and_with_nothing_else(tmp_path: Path) -> None:
-    save_file({"w": torch.zeros(3)}, tmp_path / "model.safetensors")
-    before = weights_sums(tmp_path)
-    (tmp_path / "README.md").write_text("a note")
-    assert weights_sums(tmp_path) == before
-    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
-    assert weights_sums(tmp_path).keys() == before.keys()
-    assert weights_sums(tmp_path) != before
 
 
 def test_numbers_that_json_libraries_lose_come_back_as_they_were(store: Store) -> None:

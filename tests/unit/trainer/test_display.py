@@ -6,8 +6,6 @@ import threading
 from typing import TextIO, cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from penstock.events import (
@@ -23,17 +21,10 @@ from penstock.events import (
     TaskProgress,
     Warned,
 )
-from penstock.trainer.display import (
-    MAX_WAITING,
-    Display,
-    LiveDisplay,
-    Output,
-    PlainDisplay,
-    count,
-    duration,
-    make_display,
-    sparkline,
-)
+from penstock.trainer.display import Display, PlainDisplay, make_display
+from penstock.trainer.lines import count, duration
+from penstock.trainer.output import MAX_WAITING, Output
+from penstock.trainer.picture import LiveDisplay
 
 METRICS = {
     "reward/mean": 0.4125,
@@ -99,36 +90,11 @@ def test_without_a_terminal_each_step_and_each_evaluation_is_one_line() -> None:
     ]
 
 
-def test_the_live_picture_shows_reward_evaluation_time_and_speed() -> None:
-    display, out = live()
-    run(display, METRICS)
-    picture = out.getvalue()
-    for words in ("2/2", "first 0.412", "accuracy 90.0 %", "step 0: accuracy 31.0 %", "produce 63 %", "310 tokens/s"):
-        assert words in picture
-
-
-def test_a_task_has_a_bar_while_its_batch_is_produced_and_none_afterwards() -> None:
-    display, _ = live()
-    display.start("quickstart", 2)
-    display.stage("produce")
-    display.progress("addition", 4, 8, tokens=300.0, pending=4, expired=0)
-    console = Console(file=io.StringIO(), width=120)
-    with console.capture() as shown:
-        console.print(display.picture())
-    assert "addition 4/8 groups" in shown.get()
-    assert "tokens/s  4 pending" in shown.get()
-    display.stage("train")
-    with console.capture() as shown:
-        console.print(display.picture())
-    assert "addition" not in shown.get()
-    display.close()
-
-
 def test_a_stage_before_the_run_begins_is_shown_and_does_not_stay() -> None:
     display, out = live()
-    display.stage("load")
+    display.notice(StageBegan(stage="load", detail="the weights"))
     display.close()
-    assert "load 0 s" in out.getvalue()
+    assert "load the weights 0 s" in out.getvalue()
     assert out.getvalue().endswith("\x1b[1A\x1b[2K")
 
 
@@ -136,12 +102,6 @@ def test_a_stage_before_the_run_begins_is_shown_and_does_not_stay() -> None:
 def test_missing_and_odd_metrics_are_simply_not_shown(metrics: dict[str, float]) -> None:
     run(PlainDisplay(io.StringIO()), metrics)
     run(live()[0], metrics)
-
-
-def test_the_picture_fits_a_narrow_terminal() -> None:
-    display, out = live(width=40)
-    run(display, METRICS)
-    assert "2/2" in out.getvalue()
 
 
 def test_the_cursor_is_given_back_when_a_run_ends_with_an_error() -> None:
@@ -223,16 +183,6 @@ def test_nobody_waits_for_a_reader_that_has_stopped_and_what_waits_keeps_its_ord
     lines = [int(line) for line in stream.getvalue().splitlines()]
     assert lines == list(range(len(lines)))
     assert MAX_WAITING <= len(lines) < written
-
-
-@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=200), st.integers(1, 64))
-def test_a_sparkline_never_fails_and_never_outgrows_its_width(values: list[float], width: int) -> None:
-    assert len(sparkline(values, width)) <= width
-
-
-def test_a_rising_curve_rises() -> None:
-    assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"
-    assert sparkline([float(i) for i in range(16)], 8) == "▁▂▃▄▅▆▇█"
 
 
 def test_numbers_are_written_for_people() -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.events import (
+    ActorLost,
+    ActorRecovered,
     BatchTaken,
     EvaluationDone,
     Event,
@@ -20,6 +22,7 @@ from penstock.events import (
     Warned,
 )
 from penstock.trainer.observers import EventFile, Observers, read_events
+from penstock.trainer.summary import SummarySink
 
 
 class Notebook:
@@ -159,3 +162,30 @@ def test_a_text_that_is_no_unicode_is_kept_with_escapes(tmp_path: Path) -> None:
     first, second = (kept.event for kept in read_events(tmp_path / "events.jsonl"))
     assert first == Warned(text="no such file: b\\udcff.txt", source="é")
     assert second == Note(text="next")
+
+
+def test_the_share_of_useful_time_counts_evaluations_between_steps_and_no_step_twice():
+    sink = SummarySink()
+    sink.plain()
+    sink.summary.began_at -= 100.0
+    told = [
+        StageBegan(stage="eval", lane="evaluation"),
+        StageEnded(stage="eval", seconds=10.0, lane="evaluation"),
+        StageBegan(stage="step", train_step=1),
+        StageBegan(stage="eval", lane="evaluation"),
+        StageEnded(stage="eval", seconds=5.0, lane="evaluation"),  # beside the step: no time of its own
+        StageEnded(stage="step", seconds=20.0, train_step=1),
+        StepTrained(train_step=1, metrics={"time/step_s": 20.0}),
+        StepTrained(train_step=1, metrics={"time/step_s": 20.0}),  # told again after a restart
+        ActorLost(actor="judger-0", reason="killed"),
+        ActorRecovered(actor="judger-0", seconds=3.0),
+    ]
+    for event in told:
+        sink.notice(event)
+    summary = sink.plain()
+    assert summary["eval_seconds"] == 10.0 and summary["train_seconds"] == 20.0
+    assert summary["effective_time_ratio"] == pytest.approx(0.3, abs=0.01)
+    assert (summary["actors_lost"], summary["actor_seconds_lost"]) == (1, 3.0)
+    again = SummarySink()
+    again.restart(summary, 1)
+    assert again.plain()["began_at"] == summary["began_at"]

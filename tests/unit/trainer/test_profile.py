@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
-import pytest
-
-from penstock.errors import ConfigError
 from penstock.events import StageBegan, StageEnded, StepTrained
-from penstock.judger import ComposedJudgerConfig, NativeJudgerConfig, check_judgers
-from penstock.rollout import Prompt
 from penstock.trainer.profile import Profile
 
 
@@ -65,19 +59,3 @@ def test_rollouts_at_the_same_time_are_told_apart(tmp_path):
     begun = {event["id"]: event["args"]["rollout"] for _, event in spans if event["ph"] == "b"}
     assert sorted(begun.values()) == ["sums:0:0", "sums:0:1"]
     assert {event["id"] for _, event in spans if event["ph"] == "e"} == begun.keys()
-
-
-def subtracts(response, label, extra_info):
-    return response - label
-
-
-@pytest.mark.parametrize(
-    "config",
-    [NativeJudgerConfig(reward_handler=subtracts), ComposedJudgerConfig(branches={"sums": subtracts})],
-    ids=["plain", "composed"],
-)
-def test_a_judge_that_cannot_work_is_found_although_it_is_on_the_timeline(tmp_path, config):
-    judgers = Profile(tmp_path / "profile.json").judgers()
-    with pytest.raises(ConfigError, match="subtracts"):
-        check_judgers([("sums", judgers.get(config), [Prompt(ground_truth="1", data_source="sums")])])
-    asyncio.run(judgers.close())

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli import load_config
+from penstock.cli.config_file import load_config
 from penstock.errors import CheckpointError, RefusedError
 from penstock.events import EvaluationDone, Event, Exported, Note, StepTrained
 from penstock.judger import JudgerSet
+from penstock.learn.rng import rng_state
 from penstock.ports import EngineStats
 from penstock.produce import AgentLoopManager
 from penstock.replay import ReplayBuffer
@@ -20,8 +21,8 @@ from penstock.testing import ScriptedEngine, run_virtual
 from penstock.trainer.checkpointing import RunCheckpointer
 from penstock.trainer.checkpoints import Checkpoint, CheckpointStore
 from penstock.trainer.gauges import Gauges
+from penstock.trainer.origin import ModelOrigin
 from penstock.trainer.resume import Beginning, require_unchanged
-from penstock.trainer.rng import rng_state
 from penstock.trainer.signals import Stop, stopped_by_signals
 from penstock.trainer.summary import SummarySink
 
@@ -161,6 +162,9 @@ class Recorded(ReplayBuffer):
         return 7
 
 
+NOWHERE = ModelOrigin(directory="", weights={}, tokenizer={}, config={})
+
+
 class Exporter:
     """A worker that only exports; what it loads is all the same to it."""
 
@@ -180,7 +184,7 @@ def test_an_export_that_a_killed_process_still_owed_is_made_up_once(tmp_path: Pa
         SummarySink(),
         told,
         run_dir=tmp_path,
-        model_dir=tmp_path,
+        made_from=NOWHERE,
         config={},
     )
     asyncio.run(checkpointer.make_up_export(4))
@@ -201,7 +205,7 @@ def test_an_export_of_a_lineage_that_was_left_is_not_taken_for_one_of_the_run(tm
         summary,
         Told(),
         run_dir=tmp_path,
-        model_dir=tmp_path,
+        made_from=NOWHERE,
         config={},
     )
     rng_tensors, rng = rng_state()

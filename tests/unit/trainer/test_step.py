@@ -10,14 +10,14 @@ import pytest
 
 from penstock.errors import StepRefused
 from penstock.events import Event, Nobody, Warned
-from penstock.learn.batch import TrainBatch
+from penstock.learn.batch import BatchSettings, TrainBatch
 from penstock.ports import TrainOutcome
 from penstock.produce import ProduceBatchResult
 from penstock.replay import ReplayBuffer
 from penstock.rollout import NO_TOKENS, FloatArray, Group, Status, Verdict, new_rollout, pack_ids
 from penstock.testing import CharTokenizer
 from penstock.trainer.loops import Stages
-from penstock.trainer.step import BatchSettings, TrainStep
+from penstock.trainer.step import TrainStep
 from penstock.trainer.trajectories import Trajectories, read_trajectories, step_path
 
 
@@ -65,9 +65,15 @@ def group(draw: int, scores: tuple[float, float], task: str = "sums") -> Group:
 
 def build(directory: Path, observer: Told | None = None, *, deterministic: bool = False) -> tuple[TrainStep, Worker]:
     worker = Worker(directory)
-    settings = BatchSettings(advantage="grpo", temperature=1.0, token_stale_threshold=None, deterministic=deterministic)
     trajectories = Trajectories(directory, CharTokenizer())
-    step = TrainStep(worker, ReplayBuffer(), trajectories, settings, observer or Nobody())  # type: ignore[arg-type]
+    step = TrainStep(
+        worker,  # type: ignore[arg-type]
+        ReplayBuffer(),
+        trajectories,
+        BatchSettings(),
+        observer or Nobody(),
+        deterministic=deterministic,
+    )
     return step, worker
 
 

@@ -82,6 +82,8 @@ def test_tensorboard_events_can_be_read_back_with_their_steps(tmp_path: Path) ->
     events = [event for event in LegacyEventFileLoader(str(file)).Load() if event.HasField("summary")]
     read = [(event.step, [(value.tag, value.simple_value) for value in event.summary.value]) for event in events]
     assert read == [(1, [("reward/mean", 0.25)]), (2, [("reward/mean", 0.5)])]
+    said = [value.metadata.summary_description for event in events for value in event.summary.value]
+    assert said == ["of all rollouts of the batch", ""]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")

@@ -21,7 +21,8 @@ from penstock import (
     TaskSpecConfig,
     exact_match,
 )
-from penstock.cli import load_config, recipe_names
+from penstock.cli.config_file import load_config
+from penstock.cli.recipes import recipe_names
 from penstock.recipes import tiny
 from penstock.trainer.deadlines import deadline_orders
 
@@ -116,3 +117,11 @@ def test_more_threads_than_a_machine_can_use_are_refused() -> None:
     (problem,) = tiny.trainer.replace("cpu_threads", 100_000).problems()
     assert problem.startswith("cpu_threads is 100000; this machine has ")
     assert list(tiny.trainer.replace("cpu_threads", 4 * (os.cpu_count() or 1)).problems()) == []
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
+def test_a_group_that_may_shrink_to_one_is_refused_for_an_estimator_that_compares(advantage: str) -> None:
+    smallest = config().replace("manager.failures.min_group_size", 1).replace("train.advantage", advantage)
+    with pytest.raises(ConfigError, match=r"manager\.failures\.min_group_size is 1; .* needs at least 2"):
+        smallest.check()
+    smallest.replace("manager.failures.min_group_size", 2).check()

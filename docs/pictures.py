@@ -1,0 +1,108 @@
+"""Makes what the documentation shows, from a real run: the run of `penstock view --demo`, and pictures of its page.
+
+    .venv/bin/python docs/pictures.py
+
+The run is `tiny-async` made small, with a filter, so that there is something that was not trained. Needs Chromium and
+what `make setup` installs. Writes penstock/view/demo.zip and docs/pictures/.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from pathlib import Path
+
+from playwright.sync_api import Browser, sync_playwright
+
+from penstock.view.demo import ARCHIVE
+from penstock.view.runs import Runs
+from penstock.view.server import ViewServer
+
+PICTURES = Path(__file__).parent / "pictures"
+KEPT = (
+    *("config.json", "events.jsonl", "index.sqlite", "ledger.sqlite", "metrics.jsonl", "summary.json"),
+    "trajectories/*",
+)
+PANELS = {
+    "now": "",
+    "curves": "",
+    "batch": "&step=12",
+    "rollouts": "",
+    "untrained": "",
+    "time": "",
+}
+SIZES = {"": (1280, 900), "-phone": (390, 844)}
+RUN_FILE = '''"""The run of `penstock view --demo`."""
+
+from penstock.recipes.tiny_async import trainer as tiny_async
+
+
+def has_something_to_learn(group):
+    return len({rollout.reward.score for rollout in group}) > 1
+
+
+trainer = tiny_async.replace("manager.tasks.0.produce_strategy_config.is_valid_sample_fn", has_something_to_learn)
+'''
+
+
+def record(directory: Path) -> Path:
+    """A run of half a minute, without what only its trainer needs."""
+    run_file = directory / "demo.py"
+    run_file.write_text(RUN_FILE)
+    run_dir = directory / "demo"
+    settings = {
+        "total_steps": 24,
+        "train_batch_size": 6,
+        "eval_interval": 12,
+        "manager.tasks.0.sampler_config.prompt_repeat_k": 6,
+        "evaluator.eval_sample_num": 32,
+    }
+    sets = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    command = [sys.executable, "-m", "penstock.cli", "train", str(run_file), "--run-dir", str(run_dir), *sets]
+    subprocess.run(command, check=True)
+    with zipfile.ZipFile(ARCHIVE, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for pattern in KEPT:
+            for path in sorted(run_dir.glob(pattern)):
+                archive.write(path, path.relative_to(directory))
+        tokenizer = run_dir / "hf" / "final" / "tokenizer.json"
+        archive.write(tokenizer, tokenizer.relative_to(directory))
+    return run_dir
+
+
+def take(browser: Browser, url: str) -> None:
+    shutil.rmtree(PICTURES, ignore_errors=True)
+    PICTURES.mkdir()
+    for size, (width, height) in SIZES.items():
+        for theme in ("light", "dark"):
+            context = browser.new_context(viewport={"width": width, "height": height})
+            page = context.new_page()
+            page.goto(url)
+            page.evaluate(f"localStorage.setItem('penstock-theme', '{theme}')")
+            for panel, more in PANELS.items():
+                page.goto(f"{url.partition('?')[0]}#run=demo&panel={panel}{more}")
+                page.reload()
+                page.wait_for_selector("main section")
+                page.screenshot(path=PICTURES / f"{panel}{size}-{theme}.png")
+            context.close()
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory, sync_playwright() as playwright:
+        server = ViewServer(Runs(record(Path(directory))))
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        try:
+            take(browser, server.url)
+        finally:
+            browser.close()
+            server.stop()
+            thread.join()
+
+
+if __name__ == "__main__":
+    main()

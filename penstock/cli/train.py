@@ -1,0 +1,104 @@
+"""`penstock train`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import shlex
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.command_file import CommandFile, joined, remembered_settings
+from penstock.cli.config_file import add_config, load_config
+from penstock.cli.loading import loading, make_observers, use_model_cache
+from penstock.cli.output import say
+from penstock.cli.run_directory import given_directory, is_taken, newest, next_free
+from penstock.cli.site import add_address, check_address, open_site
+from penstock.errors import ConfigError
+
+
+def add_to(commands: Any) -> None:
+    command = commands.add_parser("train", help="train a model as a recipe or your own file says")
+    add_config(command)
+    add_address(command)
+    command.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        help="where the run is kept (default: runs/<recipe>, then runs/<recipe>-2, -3, ...)",
+    )
+    command.add_argument(
+        "--resume",
+        nargs="?",
+        const="newest",
+        metavar="CHECKPOINT",
+        help="go on from the newest checkpoint of the run directory (default: the newest of runs/<recipe>, -2, ...), "
+        "or from this one; `auto` begins a run if none was. The --set values of the run are taken from it",
+    )
+    command.add_argument(
+        "--allow-change",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="resume although this field, or one below it, has another value than the run was trained with",
+    )
+    command.add_argument(
+        "--profile",
+        action="store_true",
+        help="write where the time goes to profile.json in the run directory, for chrome://tracing or Perfetto",
+    )
+    command.set_defaults(run=train)
+
+
+def train(options: argparse.Namespace) -> int:
+    run_dir = _run_dir(options)
+    if options.allow_change and options.resume is None:
+        raise ConfigError("--allow-change goes with --resume; a new run may have any configuration")
+    settings = joined(remembered_settings(run_dir), options.set) if options.resume is not None else options.set
+    config = load_config(options.config, settings)
+    check_address(options, config)
+    use_model_cache()
+    observers = make_observers()
+    try:
+        trainer: Any = config
+        with contextlib.ExitStack() as stack:
+            with loading(trainer.model, observers):
+                site = stack.enter_context(open_site(options, observers))
+                built = trainer.build(
+                    run_dir=run_dir,
+                    observers=observers,
+                    resume=options.resume,
+                    allow_change=options.allow_change,
+                    profile=options.profile,
+                    site=site,
+                )
+                observers.add("command.json", CommandFile(run_dir, options.config, settings))
+                # What was loaded stays. To look through it for garbage would stop everything for 0.2 s each time.
+                gc.collect()
+                gc.freeze()
+            summary = built.fit()
+    finally:
+        gc.unfreeze()
+        observers.close()
+    if summary.interrupted:
+        place = f" --address {shlex.quote(options.address)}" if options.address is not None else ""
+        place += " --trusted-network" if options.trusted_network else ""
+        name, directory = shlex.quote(options.config), shlex.quote(str(run_dir))
+        say(f"Resume with: penstock train {name}{place} --run-dir {directory} --resume")
+    return 0
+
+
+def _run_dir(options: argparse.Namespace) -> Path:
+    if options.run_dir is None:
+        usual = Path("runs") / Path(options.config).stem
+        return next_free(usual) if options.resume is None else newest(usual)
+    directory = given_directory("--run-dir", options.run_dir)
+    if options.resume is None and is_taken(directory):
+        from penstock.replay.lock import LOCK_FILE, check_free
+
+        check_free(directory / LOCK_FILE)
+        raise ConfigError(
+            f"{directory} exists and is not empty; go on with --resume, or name another with --run-dir "
+            f"{next_free(directory)}"
+        )
+    return directory

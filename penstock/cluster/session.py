@@ -1,0 +1,269 @@
+"""Connecting to a Ray cluster, or starting one on this machine.
+
+    auto         the cluster that this machine belongs to
+    HOST:PORT    that one
+    local        a Ray on this machine, started for this run and stopped after it
+
+A cluster that was there is never stopped. Everything of a run lives in one namespace of Ray, and when the session is
+closed, also after a failure, it is gone: actors, placement groups, names.
+
+Ray turns token authentication on by itself for local clusters, with a file in the user's home and a variable in this
+process. Here the mode and the token's path are said explicitly, and neither is touched. A cluster of several nodes
+needs the token (`RAY_AUTH_MODE=token` and `RAY_AUTH_TOKEN` or `RAY_AUTH_TOKEN_PATH` in the environment), or the word
+that its network is trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+from ray._private.services import canonicalize_bootstrap_address
+
+from penstock.cluster.resources import NodeResources
+from penstock.environment import child_environment, environment_replaced
+from penstock.errors import ConfigError, RunError
+
+logger = logging.getLogger(__name__)
+
+_raylet: Any = ray._raylet
+# A call that comes after the connection was closed would start a Ray in passing.
+ray._private.auto_init_hook.enable_auto_connect = False
+
+LOCAL, AUTO = "local", "auto"
+CONNECT_S = 5.0
+GONE_S = 15.0
+"""How long what was killed may take to be gone from Ray's tables."""
+OBJECT_STORE = 256 << 20
+"""Of a Ray that is started here: records are small, and weights go another way."""
+
+
+class Session:
+    """A connection of this process. `close` it, or use it as a context."""
+
+    def __init__(self, *, namespace: str, directory: Path | None) -> None:
+        self.namespace = namespace
+        self._directory = directory
+        """Of a Ray that was started here."""
+        self._actors: list[Any] = []
+        self._groups: list[Any] = []
+        self._closed = False
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def started_here(self) -> bool:
+        return self._directory is not None
+
+    def nodes(self) -> list[NodeResources]:
+        """Those that are alive, with what they have and what is free now; in the order of their ids."""
+        free = ray._private.state.available_resources_per_node()
+        nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeID"]))
+        addresses = [node["NodeManagerAddress"] for node in nodes]
+        return [
+            NodeResources(
+                name=_node_name(node, several=addresses.count(node["NodeManagerAddress"]) > 1),
+                resources=dict(free.get(node["NodeID"], {})),
+                total=dict(node["Resources"]),
+            )
+            for node in nodes
+        ]
+
+    def own(self, *, actor: Any = None, group: Any = None) -> None:
+        """It is ended with the session."""
+        if actor is not None:
+            self._actors.append(actor)
+        if group is not None:
+            self._groups.append(group)
+
+    def disown(self, *, actor: Any = None, group: Any = None) -> None:
+        """End it now."""
+        if actor is not None:
+            self._actors = [other for other in self._actors if other is not actor]
+            with contextlib.suppress(Exception):
+                ray.kill(actor, no_restart=True)
+        if group is not None:
+            self._groups = [other for other in self._groups if other is not group]
+            with contextlib.suppress(Exception):
+                ray.util.remove_placement_group(group)
+
+    def close(self) -> None:
+        """End what is this run's and disconnect; a Ray that was started here is stopped. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._end_all()
+        finally:
+            ray.shutdown()
+            if self._directory is not None:
+                shutil.rmtree(self._directory, ignore_errors=True)
+            read_authentication_again()
+
+    def _end_all(self) -> None:
+        actors = {actor._actor_id.hex() for actor in self._actors}
+        groups = {group.id.hex() for group in self._groups}
+        for actor in list(self._actors):
+            self.disown(actor=actor)
+        for group in list(self._groups):
+            self.disown(group=group)
+        deadline = time.monotonic() + GONE_S
+        while left := _still_there(actors, groups):
+            if time.monotonic() > deadline:
+                logger.warning("not gone from the cluster after %g s: %s", GONE_S, ", ".join(left))
+                return
+            time.sleep(0.05)
+
+
+def connect(
+    address: str,
+    *,
+    trusted_network: bool = False,
+    name: str = "run",
+    num_cpus: int | None = None,
+    object_store_memory: int = OBJECT_STORE,
+) -> Session:
+    """Raises ConfigError when there is no such cluster, when it does not take our token, or when it has several nodes
+    and neither a token nor `trusted_network`.
+
+    `num_cpus` is what a local Ray is told that this machine has; None counts its cores.
+    """
+    if ray.is_initialized():
+        raise ConfigError("this process is connected to a Ray already; call ray.shutdown() first")
+    namespace = f"penstock-{name}-{uuid.uuid4().hex[:8]}"
+    if address == LOCAL:
+        return _start_local(namespace, num_cpus, object_store_memory)
+    # Ray writes its choice of mode into the environment.
+    with environment_replaced(dict(os.environ)):
+        read_authentication_again()
+        found = _find(address)
+        try:
+            # Once: Ray itself tries a wrong token for twenty seconds, and then says that there is no cluster.
+            _raylet.GcsClient(address=found)
+            ray.init(address=found, namespace=namespace, **_QUIET)
+        except ray.exceptions.AuthenticationError as error:
+            raise _wrong_token(found, error) from None
+        except Exception as error:
+            raise ConfigError(f"no connection to the Ray cluster {found}: {_first_line(error)}") from None
+    session = Session(namespace=namespace, directory=None)
+    try:
+        _require_authentication(session, trusted_network)
+    except BaseException:
+        session.close()
+        raise
+    return session
+
+
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+
+
+def _start_local(namespace: str, num_cpus: int | None, object_store_memory: int) -> Session:
+    # Short: the sockets in it have a path of at most 107 characters.
+    directory = Path(tempfile.mkdtemp(prefix="psray-"))
+    token = directory / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    variables = child_environment() | {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    try:
+        with environment_replaced(variables):
+            read_authentication_again()
+            ray.init(
+                address="local",
+                namespace=namespace,
+                num_cpus=num_cpus or os.cpu_count(),
+                num_gpus=None,
+                object_store_memory=object_store_memory,
+                include_dashboard=False,
+                _temp_dir=str(directory),
+                **_QUIET,
+            )
+    except Exception as error:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
+        raise RunError(f"a local Ray could not be started: {_first_line(error)}") from error
+    return Session(namespace=namespace, directory=directory)
+
+
+def read_authentication_again() -> None:
+    """Ray keeps mode and token of the first connection of a process."""
+    _raylet.Config.initialize("")
+    _raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _find(address: str) -> str:
+    """The cluster's HOST:PORT, where something answers. Ray itself tries for a minute, and ends the process then."""
+    if address == AUTO:
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        try:
+            address = str(canonicalize_bootstrap_address(AUTO))
+        except ConnectionError:
+            raise ConfigError(
+                "--address is auto, and no Ray runs on this machine; start one with: ray start --head, or give "
+                "--address local"
+            ) from None
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit():
+        raise ConfigError(f"--address is {address!r}; it must be auto, local or HOST:PORT")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"nothing answers at {address}: {error}; start one there with: ray start --head --port {port}"
+        ) from None
+    return address
+
+
+def _require_authentication(session: Session, trusted_network: bool) -> None:
+    nodes = session.nodes()
+    with_token = _raylet.get_authentication_mode() == _raylet.AuthenticationMode.TOKEN
+    if len(nodes) > 1 and not trusted_network and not with_token:
+        raise ConfigError(
+            f"the cluster has {len(nodes)} nodes and no token: whoever reaches it may run code on all of them. Start "
+            "Ray with RAY_AUTH_MODE=token and give the same token here, or say --trusted-network"
+        )
+
+
+def _wrong_token(address: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the Ray cluster {address} does not take this token: {_first_line(error)} Give the token that it was started "
+        "with: RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+    )
+
+
+def _still_there(actors: set[str], groups: set[str]) -> list[str]:
+    found = []
+    for actor in actors:
+        state = ray._private.state.actors(actor_id=actor).get("State", "DEAD")
+        if state != "DEAD":
+            found.append(f"actor {actor} ({state})")
+    table = ray.util.placement_group_table()
+    found += [f"placement group {g}" for g in groups if table.get(g, {}).get("state", "REMOVED") != "REMOVED"]
+    return found
+
+
+def _node_name(node: dict[str, Any], *, several: bool) -> str:
+    address = str(node["NodeManagerAddress"])
+    return f"{address} ({node['NodeID'][:8]})" if several else address
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

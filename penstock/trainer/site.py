@@ -1,0 +1,121 @@
+"""Where the parts of a run live. A trainer knows ports; the `Site` it was given decides what stands behind them.
+
+`LocalSite` is this machine: train worker and engines in this process or in processes that it starts. Another one puts
+them elsewhere and hands out proxies; it is given to `config.build(site=...)`, and whoever made it closes it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from penstock.events import Observer
+from penstock.learn.batch import TrainBatch
+from penstock.ports import Engines, Local, Placement, Tokenizer, TrainWorker, WeightChannel
+from penstock.resources import actor_problems
+
+if TYPE_CHECKING:
+    from penstock.trainer.config import RLTrainerConfig
+
+
+class RunContext(msgspec.Struct, frozen=True, kw_only=True):
+    """What the parts of a run are built from."""
+
+    config: RLTrainerConfig
+    model_dir: Path
+    tokenizer: Tokenizer
+    observer: Observer
+    run_dir: Path | None = None
+    """None when nothing is trained."""
+
+
+class Site(Protocol):
+    """Every part it builds is closed by whoever asked for it."""
+
+    @property
+    def placement(self) -> Placement:
+        """Of agent loops and judgers."""
+        ...
+
+    def problems(self, config: RLTrainerConfig, *, trains: bool = True) -> Iterator[str]:
+        """What this configuration asks for and cannot have here, to train or only to evaluate. Asked before anything
+        is built."""
+        ...
+
+    def prepare(self, config: RLTrainerConfig, *, trains: bool = True) -> None:
+        """Begin what takes a while and was found to fit; the run is loaded meanwhile."""
+        ...
+
+    def build_worker(self, run: RunContext) -> TrainWorker[TrainBatch]:
+        """Blocks while the model is loaded. Raises ModelError."""
+        ...
+
+    def build_engines(self, run: RunContext) -> Engines:
+        """All engines behind their one door. May block while models are loaded. Raises ModelError."""
+        ...
+
+    def build_channel(self, run: RunContext, worker: TrainWorker[TrainBatch], engines: Engines) -> WeightChannel:
+        """From the worker's weights to the engines, both of which this site built."""
+        ...
+
+
+class LocalSite:
+    """This process, and those it starts."""
+
+    placement: Placement = Local()
+
+    def problems(self, config: RLTrainerConfig, *, trains: bool = True) -> Iterator[str]:
+        yield from actor_problems(config.that_runs(trains=trains))
+        if trains and _has_ranks(config) and config.engines.channel == "in_process":
+            yield "engines.channel is 'in_process'; an engine in this process cannot read the memory of train ranks"
+
+    def prepare(self, config: RLTrainerConfig, *, trains: bool = True) -> None:
+        pass
+
+    def build_worker(self, run: RunContext) -> TrainWorker[TrainBatch]:
+        """One unsharded rank is this process; others have processes of their own, and divide the threads."""
+        config = run.config
+        if _has_ranks(config):
+            from penstock.learn.rank_process import ProcessRanks
+            from penstock.learn.ranks import build_ranks
+
+            ranks = config.resources.train.num_workers
+            return build_ranks(
+                config.train,
+                run.model_dir,
+                ranks,
+                ProcessRanks(),
+                run.observer,
+                total_steps=config.total_steps,
+                deterministic=config.deterministic,
+                threads=max(1, (config.threads()[0] or os.cpu_count() or 1) // ranks),
+            )
+        return config.train.build(
+            run.model_dir,
+            total_steps=config.total_steps,
+            deterministic=config.deterministic,
+            threads=config.threads()[0],
+        )
+
+    def build_engines(self, run: RunContext) -> Engines:
+        config = run.config
+        return config.engines.build(
+            str(run.model_dir),
+            run.tokenizer,
+            deterministic=config.deterministic,
+            threads=config.threads()[1],
+            observer=run.observer,
+        )
+
+    def build_channel(self, run: RunContext, worker: TrainWorker[TrainBatch], engines: Engines) -> WeightChannel:
+        assert run.run_dir is not None, "weights are only published where something is trained"
+        timeout_s = run.config.sync_timeout_s
+        return run.config.engines.build_channel(worker.weights, engines, run_dir=run.run_dir, timeout_s=timeout_s)
+
+
+def _has_ranks(config: RLTrainerConfig) -> bool:
+    return config.resources.train.num_workers > 1 or config.train.sharding != "none"

@@ -1,0 +1,102 @@
+"""What wants a person's attention, in words: what is wrong first, what could be tuned after it. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import msgspec
+
+from penstock.view.history import History, Point
+
+RECENT = 5
+"""Steps that an alarm about shares looks at."""
+STAGE_FLOOR_S = 10.0
+STAGE_FACTOR = 6.0
+CLOSED_BEFORE = 3
+MAX_ABORTED, ABORTED_OF = 0.05, 100
+MAX_EQUAL_GROUPS = 0.5
+MAX_TRUNCATED = 0.25
+MAX_WAIT = 0.3
+MAX_MISMATCH_KL = 0.01
+"""k3, mean over tokens. What is usual between an engine and a trainer of one precision is below a tenth of it."""
+
+Level = Literal["alarm", "tip"]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    level: Level
+    text: str
+
+
+def findings(history: History, states: Mapping[str, int], now: float) -> list[Finding]:
+    """Alarms before tips. `now` is in seconds since the run began, `states` counts groups."""
+    found = [Finding("alarm", text) for text in (*_slow_stages(history, now), *_broken(history, states))]
+    return found + [Finding("tip", text) for text in _tips(history.steps[-RECENT:])]
+
+
+def _slow_stages(history: History, now: float) -> Iterator[str]:
+    for span in history.open_spans:
+        took = [
+            other.end - other.begin
+            for other in history.spans
+            if other.end is not None and other.stage == span.stage and other.lane == span.lane
+        ]
+        if len(took) < CLOSED_BEFORE:
+            continue
+        usual = statistics.median(took)
+        if now - span.begin > max(STAGE_FACTOR * usual, STAGE_FLOOR_S):
+            yield f"{span.stage} has taken {now - span.begin:.0f} s; it usually takes {usual:.1f} s"
+
+
+def _broken(history: History, states: Mapping[str, int]) -> Iterator[str]:
+    away = {name: seen for name, seen in history.engines.items() if seen.state not in ("active", "closed")}
+    if history.ended is None:
+        for name, seen in away.items():
+            yield f"engine {name} is {seen.state}" + (f": {seen.reason}" if seen.reason else "")
+    drawn = sum(states.values())
+    aborted = states.get("aborted", 0) + states.get("max_tries", 0)
+    if drawn >= ABORTED_OF and aborted > MAX_ABORTED * drawn:
+        yield f"{aborted} of {drawn} groups were interrupted and wait to be played again"
+    if not history.steps:
+        return
+    last = history.steps[-1].metrics
+    if last.get("judger/unjudged", 0) > 0 and _rising(history.steps, "judger/unjudged"):
+        yield f"the judge abstains: {last['judger/unjudged']:.0f} answers have no verdict"
+    kl = last.get("train/mismatch/k3_kl", 0.0)
+    if kl > MAX_MISMATCH_KL:
+        yield (
+            f"engine and trainer disagree about the answers: mismatch KL is {kl:.2g} (usual: below "
+            f"{MAX_MISMATCH_KL / 10:g}); look at dtypes, temperature and staleness"
+        )
+
+
+def _tips(recent: list[Point]) -> Iterator[str]:
+    if len(recent) < CLOSED_BEFORE:
+        return
+    equal = _mean(recent, "reward/equal_group_share")
+    if equal is not None and equal >= MAX_EQUAL_GROUPS:
+        yield (
+            f"{equal:.0%} of the groups have equal rewards and teach nothing: filter them (is_valid_sample_fn), or "
+            "choose prompts that are neither solved nor hopeless"
+        )
+    cut = _mean(recent, "length/truncated_share")
+    if cut is not None and cut >= MAX_TRUNCATED:
+        yield f"{cut:.0%} of the answers were cut by max_tokens: raise it, or shape their reward"
+    waits = _mean(recent, "share/trainer_wait")
+    if waits is not None and waits > MAX_WAIT:
+        yield f"the trainer waits {waits:.0%} of its time for rollouts: more engines, or more over-sampling"
+    idle = _mean(recent, "share/engine_idle")
+    if idle is not None and idle > MAX_WAIT:
+        yield f"the engines are idle {idle:.0%} of the time: the trainer, or the staleness bound, holds them back"
+
+
+def _mean(points: list[Point], name: str) -> float | None:
+    values = [point.metrics[name] for point in points if name in point.metrics]
+    return statistics.fmean(values) if values else None
+
+
+def _rising(points: list[Point], name: str) -> bool:
+    before = points[-RECENT - 1].metrics.get(name, 0.0) if len(points) > RECENT else 0.0
+    return points[-1].metrics.get(name, 0.0) > before

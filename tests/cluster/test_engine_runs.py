@@ -1,0 +1,146 @@
+"""Whole runs of `tiny-ray` whose engines, controller, nodes and driver are killed."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+import ray
+from cluster.conftest import NODE, TOKEN, leftovers
+from cluster.hosted import kill
+from cluster.test_runs import SAME, actors, finish, in_process, require_whole, settings, start, wait_for_steps, weights
+from cluster.test_runs import with_actors as all_with
+from ray.cluster_utils import Cluster
+
+from penstock.cluster.session import connect, read_authentication_again
+from penstock.environment import child_environment, environment_replaced
+from penstock.events import ActorLost, ActorRecovered, EngineChanged
+from penstock.trainer.observers import read_events
+
+__all__ = ["finish", "in_process", "start"]  # fixtures
+
+
+def story(run: Path) -> list[str]:
+    """What happened to actors and engines after the engines had started, until they were closed."""
+    words = []
+    for kept in read_events(run / "events.jsonl"):
+        match kept.event:
+            case EngineChanged(reason="closed"):
+                pass
+            case EngineChanged(engine=name, state=state):
+                words.append(f"{name} {state}")
+            case ActorLost(actor=name):
+                words.append(f"{name} lost")
+            case ActorRecovered(actor=name):
+                words.append(f"{name} recovered")
+    return words
+
+
+def of(words: list[str], name: str) -> list[str]:
+    return [word.removeprefix(f"{name} ") for word in words if word.startswith(f"{name} ")]
+
+
+CAME_BACK = ["lost", "fenced", "recovering", "recovered", "active"]
+"""What is told of an engine that was killed, in some order: two watch it."""
+
+
+def test_a_killed_engine_and_a_killed_controller_cost_time_and_nothing_else(in_process, start, cluster):
+    """One of each: without its recovery the run could not end."""
+    process, run = start("train", "tiny-ray", "--address", cluster.address, *settings(*SAME, *all_with(1)))
+    for steps, name in ((2, "engine-0"), (5, "rollout-controller"), (8, "engine-0")):
+        wait_for_steps(process, run, steps)
+        kill(actors(cluster)[name])
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, output
+    require_whole(run)
+    assert weights(run) == weights(in_process)
+    words = story(run)
+    assert of(words, "rollout-controller") == ["lost", "recovered"]
+    engine = of(words, "engine-0")
+    assert engine[0] == "active", "it starts"
+    # Two kills, and one controller that finds it serving.
+    assert sorted(engine[1:]) == sorted([*CAME_BACK, *CAME_BACK, "active"])
+    assert {word.rpartition(" ")[0] for word in words} == {"engine-0", "rollout-controller"}
+    assert leftovers(cluster) == []
+
+
+def test_a_killed_driver_leaves_nothing_and_its_run_goes_on_from_the_ledger(in_process, start, cluster):
+    command = [
+        "train",
+        "tiny-ray",
+        "--address",
+        cluster.address,
+        *settings(*SAME, *all_with(1), "checkpoint_interval=3"),
+    ]
+    process, run = start(*command)
+    wait_for_steps(process, run, 4)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    process, _ = start(*command, "--resume", directory=run.parent)
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, output
+    require_whole(run)
+    assert weights(run) == weights(in_process)
+    assert {word.rpartition(" ")[2] for word in story(run)} == {"active"}, "nothing was lost but the driver"
+    assert leftovers(cluster) == []
+
+
+@pytest.fixture
+def two_workers():
+    """A head that takes no actors, and two nodes, each with room for everything."""
+    directory = Path(tempfile.mkdtemp(prefix="psn-"))
+    variables = child_environment() | {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": TOKEN,
+        "RAY_TMPDIR": str(directory),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ADDRESS": "",
+    }
+    with environment_replaced(variables):
+        read_authentication_again()
+        nodes = Cluster(initialize_head=True, head_node_args=NODE | {"num_cpus": 0, "include_dashboard": False})
+        try:
+            for _ in range(2):
+                nodes.add_node(**NODE | {"memory": 8 << 30})
+            nodes.wait_for_nodes()
+            yield nodes
+        finally:
+            nodes.shutdown()
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def by_node(cluster) -> dict[str, set[str]]:
+    """The actors that live, by the id of their node."""
+    with connect(cluster.address):
+        found: dict[str, set[str]] = {}
+        for actor in ray._private.state.actors().values():
+            if actor["State"] == "ALIVE":
+                found.setdefault(actor["Address"]["NodeID"], set()).add(actor["Name"])
+        return found
+
+
+def test_a_node_that_is_lost_with_all_on_it_costs_time_and_nothing_else(in_process, start, two_workers):
+    """Two of each, on two nodes; the other one has room for what is lost."""
+    process, run = start("train", "tiny-ray", "--address", two_workers.address, *settings(*SAME, *all_with(2)))
+    wait_for_steps(process, run, 3)
+    places = by_node(two_workers)
+    node = max(two_workers.worker_nodes, key=lambda node: len(places.get(node.node_id, ())))
+    lost = places[node.node_id]
+    assert any(name.startswith("agent loop") for name in lost) and any(name.startswith("judger") for name in lost)
+    assert any(name.startswith("engine-") for name in lost)
+    two_workers.remove_node(node, allow_graceful=False)
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    require_whole(run)
+    assert weights(run) == weights(in_process)
+    words = story(run)
+    assert {word.removesuffix(" lost") for word in words if word.endswith(" lost")} == lost
+    assert {word.removesuffix(" recovered") for word in words if word.endswith(" recovered")} == lost
+    for name in ("engine-0", "engine-1"):
+        told = of(words, name)
+        again = ["active"] if "rollout-controller" in lost else []
+        assert sorted(told[1:]) == sorted([*CAME_BACK, *again] if name in lost else again), (name, told)
+    assert leftovers(two_workers) == []

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+from view_runs import HOSTILE, end_run, step_events, tell
+
+from penstock.errors import RefusedError
+from penstock.view.runs import Runs
+from penstock.view.server import COOKIE, PAGE
+
+
+def paths(client: TestClient) -> list[str]:
+    app: Any = client.app
+    found = [route.path for route in app.routes]
+    assert len(found) > 10
+    return [path.replace("{run}", "first").replace("{file}", "app.js") for path in found]
+
+
+def test_every_route_refuses_who_has_no_token_or_a_wrong_one(stranger: TestClient) -> None:
+    for path in paths(stranger):
+        assert stranger.get(path).status_code == 401, path
+        assert stranger.get(path, params={"token": "wrong"}).status_code == 401, path
+        assert stranger.get(path, headers={"Cookie": f"{COOKIE}=wrong"}).status_code == 401, path
+
+
+def test_the_printed_address_is_left_for_one_without_the_token(stranger: TestClient, token: str) -> None:
+    answer = stranger.get("/", params={"token": token})
+    assert answer.status_code == 307 and answer.headers["location"] == "/"
+    assert stranger.get("/").status_code == 200
+
+
+def test_nothing_can_be_changed(client: TestClient) -> None:
+    for path in paths(client):
+        assert client.post(path).status_code == 405, path
+
+
+def test_only_files_of_the_page_are_served_and_nothing_comes_from_elsewhere(client: TestClient) -> None:
+    for name in ("..%2Fserver.py", "%2e%2e/server.py", "nothing.js", "__init__.py"):
+        assert client.get(f"/page/{name}").status_code == 404
+    assert "default-src 'none'" in client.get("/").headers["content-security-policy"]
+    for file in PAGE.iterdir():
+        addresses = set(re.findall(r"https?://[^\s\"'`]+", file.read_text()))
+        assert addresses <= {"http://www.w3.org/2000/svg"}, file
+        assert "innerHTML" not in file.read_text() and "eval(" not in file.read_text()
+
+
+def test_now_counts_every_group_and_says_who_is_there(client: TestClient) -> None:
+    now = client.get("/api/first/now").json()
+    states = now["tasks"]["sums"]
+    assert (states["trained"], states["discarded"], states["completed"]) == (1, 1, 1) and sum(states.values()) == 3
+    assert now["step"] == 2 and now["total_steps"] == 4 and now["published"] == 2
+    assert now["engines"]["engine-0"]["state"] == "active" and now["tokens"]["generated"] == 200
+
+
+def test_a_run_whose_driver_is_gone_is_killed_and_one_that_ended_is_done(client: TestClient, run_dir: Path) -> None:
+    assert client.get("/api/first/now").json()["state"] == "killed"
+    end_run(run_dir)
+    assert client.get("/api/first/now").json()["state"] == "done"
+
+
+def test_what_is_appended_is_seen_by_the_next_question(client: TestClient, run_dir: Path) -> None:
+    assert client.get("/api/runs").json()["runs"][0]["step"] == 2
+    tell(run_dir, *step_events(3))
+    assert client.get("/api/runs").json()["runs"][0]["step"] == 3
+
+
+def test_curves_are_by_name(client: TestClient) -> None:
+    assert "reward/mean" in client.get("/api/first/curves").json()["names"]
+    asked = client.get("/api/first/curves", params={"name": ["reward/mean", "eval/accuracy", "none"]}).json()
+    assert asked["curves"] == {"reward/mean": [[1, 0.1], [2, 0.2]], "eval/accuracy": [[0, 0.25]], "none": []}
+
+
+def test_a_rollout_is_found_by_its_words_and_read_token_by_token(client: TestClient) -> None:
+    found = client.get("/api/first/rollouts", params={"text": "script alert"}).json()["rollouts"]
+    assert {one["rollout_id"] for one in found} == {"sums:0:0", "sums:0:1"}
+    rollout = client.get("/api/first/rollout", params={"id": "sums:0:1", "step": 1}).json()
+    [segment] = rollout["segments"]
+    assert len(segment["texts"]) == len(HOSTILE) + 1 and segment["mask"][-1] == 0
+    assert segment["logprobs"][0] == -0.5 and segment["trainer_logprobs"][0] == -0.25
+    assert rollout["turns"][0]["text"] == HOSTILE and rollout["turns"][1]["name"] == "add"
+    assert rollout["advantage"] == 1.0 and rollout["reward"]["parts"] == {"right": 1.0}
+    assert [one["reward"] for one in rollout["siblings"]] == [0.0, 1.0]
+
+
+def test_answers_are_json_that_no_browser_takes_for_a_page(client: TestClient) -> None:
+    answer = client.get("/api/first/rollout", params={"id": "sums:0:1", "step": 1})
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_rewards_are_binned(client: TestClient) -> None:
+    histogram = client.get("/api/first/histogram", params={"step": 1}).json()
+    assert histogram["of"] == 2 and histogram["counts"][0] == histogram["counts"][-1] == 1
+
+
+def test_what_was_not_trained_has_its_reason_its_cost_and_its_story(client: TestClient) -> None:
+    costs = client.get("/api/first/untrained").json()
+    tokens = 2 * (len("fine") + 1)
+    assert costs["discarded"] == {
+        "retries_exhausted": {"groups": 1, "tokens": tokens, "tokens_per_group": float(tokens)}
+    }
+    [group] = client.get("/api/first/groups", params={"state": "discarded"}).json()["groups"]
+    assert group["group_id"] == "sums:1"
+    story = client.get("/api/first/group", params={"id": "sums:1"}).json()
+    assert "the engine said nothing" in story["why_not_trained"]
+    assert [move["state"] for move in story["transitions"]] == ["running", "discarded"]
+
+
+def test_a_batch_has_a_lane_for_each_of_its_groups(client: TestClient) -> None:
+    batch = client.get("/api/first/batch", params={"step": 1}).json()
+    [lane] = batch["lanes"]
+    assert lane["group_id"] == "sums:0"
+    assert [state for state, _, _ in lane["moves"]] == ["running", "completed", "leased", "trained"]
+
+
+def test_the_timeline_has_the_stages_of_its_steps(client: TestClient) -> None:
+    line = client.get("/api/first/timeline").json()
+    assert line["steps"] == [1, 2] and {span[1] for span in line["spans"]} == {"step", "produce", "train"}
+    assert client.get("/api/first/timeline", params={"last": 1}).json()["steps"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/api/nowhere/now", 404),
+        ("/api/..%2f..%2fetc/now", 404),
+        ("/api/first/groups?state=nonsense", 400),
+        ("/api/first/groups", 400),
+        ("/api/first/group?id=sums:99", 404),
+        ("/api/first/rollout?id=sums:0:1", 400),
+        ("/api/first/rollout?id=none&step=1", 404),
+        ("/api/first/batch?step=one", 400),
+        ("/api/first/rollouts?after=x/y", 400),
+    ],
+)
+def test_a_bad_question_gets_a_short_answer(client: TestClient, path: str, status: int) -> None:
+    answer = client.get(path)
+    assert answer.status_code == status
+    if status == 400:
+        assert answer.json()["error"]
+
+
+def test_a_directory_without_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="has no run"):
+        Runs(tmp_path)
+
+
+def test_a_run_directory_itself_may_be_given(run_dir: Path) -> None:
+    assert Runs(run_dir).names() == ["first"]

@@ -1,0 +1,164 @@
+"""After a sync an engine computes what the trainer computes, adapter and all, however it was sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.engine import EmbeddedEngineConfig
+from penstock.errors import WeightSyncError
+from penstock.learn import LoRAConfig, TrainWorkerConfig
+from penstock.learn.batch import TrainBatch, prepare_batch
+from penstock.learn.worker import TorchTrainWorker
+from penstock.models import load_tokenizer, resolve_model
+from penstock.ports import Engine, WeightChannel
+from penstock.rollout import Prompt, RolloutState, Status, Tokens, Verdict, linear, pack_ids
+from penstock.weights.adapter import on_base
+from penstock.weights.disk import DiskChannel
+from penstock.weights.in_process import InProcessChannel
+from penstock.weights.shared_memory import SharedMemoryChannel
+
+
+@pytest.fixture(scope="module")
+def tiny_dir(model_cache: Path) -> Path:
+    return resolve_model("tiny", cache=model_cache)
+
+
+def make_batch(seed: int) -> TrainBatch:
+    rng = np.random.default_rng(seed)
+    groups = []
+    for number in range(2):
+        prompt = Prompt(ids=pack_ids(rng.integers(3, 90, 6).tolist()))
+        groups.append(
+            [
+                RolloutState(
+                    prompt=prompt,
+                    group_id=f"g{number}",
+                    rollout_id=f"g{number}/{index}",
+                    segments=linear(Tokens().append(rng.integers(3, 90, 7).tolist(), [-2.0] * 7, model_step=0)),
+                    reward=Verdict(float(index)),
+                    status=Status.COMPLETED,
+                )
+                for index in range(3)
+            ]
+        )
+    return prepare_batch(groups, train_step=1)
+
+
+def trained_worker(directory: Path, lora: LoRAConfig, **fields: Any) -> tuple[TorchTrainWorker, TrainBatch]:
+    worker = TrainWorkerConfig(lr=3e-2, lora=lora, **fields).build(directory, total_steps=10, threads=1)
+    batch = make_batch(1)
+    for _ in range(3):
+        asyncio.run(worker.train(batch))
+    return worker, batch
+
+
+async def scored_by(engine: Engine, batch: TrainBatch) -> np.ndarray[Any, Any]:
+    found = []
+    for group in batch.groups:
+        for answer in group.answers:
+            ids = np.concatenate([group.prompt_ids, answer.segments[0].ids])
+            scores = np.frombuffer(await engine.score(pack_ids(ids)), np.float32)
+            found.append(scores[len(group.prompt_ids) - 1 :])
+    return np.concatenate(found)
+
+
+def channel_of(kind: str, worker: TorchTrainWorker, engine: Engine, directory: Path) -> WeightChannel:
+    if kind == "in_process":
+        return InProcessChannel(worker.weights, engine)
+    if kind == "disk":
+        return DiskChannel(worker.weights, engine, directory)
+    return SharedMemoryChannel(worker.weights, engine)
+
+
+@pytest.mark.parametrize("sync", ["merged", "adapter"])
+@pytest.mark.parametrize(
+    ("channel", "fields", "engine_fields", "tolerance"),
+    [
+        ("in_process", {}, {}, 1e-4),
+        ("in_process", {"fused": False}, {"fused": False}, 1e-4),
+        ("in_process", {"dtype": "bfloat16"}, {"dtype": "bfloat16"}, 0.05),
+        ("disk", {}, {}, 1e-4),
+        ("shared_memory", {}, {"process": True}, 1e-4),
+    ],
+)
+def test_after_a_sync_the_engine_scores_as_the_trainer_and_not_as_the_base(
+    tiny_dir: Path,
+    tmp_path: Path,
+    sync: Any,
+    channel: str,
+    fields: dict[str, Any],
+    engine_fields: dict[str, Any],
+    tolerance: float,
+) -> None:
+    worker, batch = trained_worker(tiny_dir, LoRAConfig(rank=4, sync=sync), **fields)
+    trained = np.concatenate([s for rollout in asyncio.run(worker.score(batch)).values() for s in rollout])
+    engine = EmbeddedEngineConfig(**engine_fields).build(str(tiny_dir), load_tokenizer(tiny_dir), threads=1)
+
+    async def sync_and_score() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], int]:
+        base = await scored_by(engine, batch)
+        published = channel_of(channel, worker, engine, tmp_path)
+        sent = await published.publish(1)
+        again = await published.publish(2)
+        after = await scored_by(engine, batch)
+        assert again.num_bytes == sent.num_bytes and await engine.model_step() == 2
+        await published.close()
+        await engine.close()
+        return base, after, sent.num_bytes
+
+    base, after, num_bytes = asyncio.run(sync_and_score())
+    np.testing.assert_allclose(after, trained, atol=tolerance)
+    assert np.abs(base - trained).max() > max(0.3, 3 * tolerance)
+    whole = sum(tensor.nbytes for _, tensor in worker.model.state_dict().items())
+    assert (num_bytes < whole / 3) == (sync == "adapter")
+
+
+class Given:
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._tensors.items()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "problem"),
+    [
+        ({"model.layers.0.self_attn.q_proj.lora_A": torch.zeros(4, 64)}, "is a pair"),
+        ({"nowhere.lora_A": torch.zeros(4, 64), "nowhere.lora_B": torch.zeros(64, 4)}, "has no nowhere.weight"),
+        (
+            {
+                "model.layers.0.self_attn.q_proj.lora_A": torch.zeros(4, 3),
+                "model.layers.0.self_attn.q_proj.lora_B": torch.zeros(64, 4),
+            },
+            r"is \(64, 3\), not \(64, 64\)",
+        ),
+        ({"a.lora_A": torch.zeros(1, 1), "model.norm.weight": torch.zeros(64)}, "is a pair"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_and_the_old_weights_are_kept(
+    tiny_dir: Path, tensors: dict[str, torch.Tensor], problem: str
+) -> None:
+    engine = EmbeddedEngineConfig().build(str(tiny_dir), load_tokenizer(tiny_dir), threads=1)
+    batch = make_batch(1)
+
+    async def refuse() -> None:
+        before = await scored_by(engine, batch)
+        with pytest.raises(WeightSyncError, match=problem):
+            await engine.load_weights(Given(tensors), 1)
+        assert await engine.model_step() == 0
+        assert np.array_equal(await scored_by(engine, batch), before)
+        await engine.close()
+
+    asyncio.run(refuse())
+
+
+def test_other_weights_are_taken_as_they_are(tiny_dir: Path) -> None:
+    source = Given({"model.norm.weight": torch.zeros(64)})
+    assert on_base(source, tiny_dir) is source
