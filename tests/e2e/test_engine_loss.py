@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -76,11 +77,10 @@ def test_when_no_engine_can_come_back_the_run_stops_names_them_and_resumes_with_
 class BadChannel:
     """A weight channel whose source loses its first tensor from some model step on."""
 
-    def __init__(self, inner, first_bad):
+    def __init__(self, inner, source, first_bad):
         self._inner = inner
+        self._source = source
         self._first_bad = first_bad
-        self._source = LosesATensor(inner._weights)
-        inner._weights = self._source
 
     async def publish(self, model_step):
         self._source.broken = model_step >= self._first_bad
@@ -106,7 +106,10 @@ def test_weights_that_no_engine_takes_stop_the_run_and_the_model_step_stays(tmp_
     config = load_config("tiny-async", ["evaluator=null", "total_steps=6", "train_batch_size=4", "cpu_threads=2"])
     run_dir = tmp_path / "run"
     trainer = config.build(run_dir=run_dir)
-    trainer.parts.channel = BadChannel(trainer.parts.channel, first_bad=3)
+    asyncio.run(trainer.parts.channel.close())
+    source = LosesATensor(trainer.parts.worker.weights)
+    channel = config.engines.build_channel(source, trainer.parts.engine, run_dir=run_dir, timeout_s=60)
+    trainer.parts.channel = BadChannel(channel, source, first_bad=3)
     with pytest.raises(
         WeightSyncError, match=r"weights 3: no engine confirmed them\. engine-0: .*the old ones are kept"
     ):
