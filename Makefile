@@ -45,8 +45,9 @@ demo: $(READY) ## train a model with the recipe quickstart, into runs/quickstart
 	$(BIN)/penstock train quickstart
 
 # Both cores at work: one test process per core, and one thread in each, because threads that wait for a core that
-# another process holds are worse than none.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+# another process holds are worse than none. In the order of the tree: the long files come first, so that no core is
+# left alone with one of them at the end.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 OTHER_TIERS := --ignore tests/vllm --ignore tests/cluster --ignore tests/browser
 

@@ -27,7 +27,7 @@ def in_processes(function, chunks):
 @pytest.mark.sized
 @pytest.mark.timeout(600)
 def test_thousands_of_crashes_after_ledger_writes_lose_skip_and_double_nothing(full_size):
-    seeds, least = (1200, 5000) if full_size else (200, 800)
+    seeds, least = (1200, 5000) if full_size else (100, 400)
     answers = in_processes(crash_many, [range(first, first + CHUNK) for first in range(0, seeds, CHUNK)])
     problems = [problem for _, found in answers for problem in found]
     assert not problems, f"{len(problems)} of {seeds} seeds failed; the first:\n{problems[0]}"
@@ -89,7 +89,7 @@ def test_a_crash_at_every_write_of_a_scenario_and_during_the_restart_loses_skips
     (writes,) = whole.writes
     moves = {(event.transition.source, event.transition.target) for event in whole.history.events}
     assert writes > 60 and len(moves) >= 9
-    every = 1 if full_size else 6
+    every = 1 if full_size else 8
     chunks = [range(first, min(first + 8, writes + 1), every) for first in range(1, writes + 1, 8)]
     assert [problem for found in in_processes(crash_at_each, chunks) for problem in found] == []
 
