@@ -55,7 +55,7 @@ test: $(READY) ## all tests but the heavy tiers: test-long, crash-quick, test-ra
 	$(PYTEST) tests $(OTHER_TIERS) -m 'not crash_tier and not long_tier and not soak_tier'
 
 test-long: $(READY) ## simulations, crashes and kills at their full size, and the tests that take tens of seconds
-	$(BIN)/python -m pytest -n auto --dist load tests $(OTHER_TIERS) --full -m 'long_tier or sized'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal tests $(OTHER_TIERS) --full -m 'long_tier or sized'
 
 test-vllm: $(READY) $(VLLM_READY) ## the tests with a real vLLM
 	$(BIN)/python -m pytest tests/vllm
