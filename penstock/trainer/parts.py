@@ -367,9 +367,8 @@ def _require_writable(directory: Path) -> None:
     """Now, not when the figures of an hour are there. Raises RefusedError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / RESULT_FILE
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=directory):
+            pass
     except OSError as error:
         raise RefusedError(f"{directory} cannot be written to: {error}; name another directory") from error
 

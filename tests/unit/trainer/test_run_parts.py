@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.config_file import load_config
-from penstock.errors import CheckpointError, RefusedError
+from penstock.errors import CheckpointError, PenstockError, RefusedError
 from penstock.events import EvaluationDone, Event, Exported, Note, StepTrained
 from penstock.judger import JudgerSet
 from penstock.learn.rng import rng_state
@@ -221,3 +221,11 @@ def test_an_evaluation_that_could_not_be_written_is_refused_before_the_model_is_
     config = load_config("tiny").replace("model", "no-such-model")
     with pytest.raises(RefusedError, match="cannot be written to"):
         config.evaluate(out_dir=tmp_path / "file" / "out")
+
+
+def test_an_evaluation_that_is_refused_leaves_the_result_of_an_earlier_one(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text("{}")
+    config = load_config("tiny").replace("model", "no-such-model")
+    with pytest.raises(PenstockError):
+        config.evaluate(out_dir=tmp_path)
+    assert (tmp_path / "result.json").read_text() == "{}"
