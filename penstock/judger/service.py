@@ -104,6 +104,7 @@ class Service:
                 timeout=config.timeout_s,
                 limits=httpx.Limits(max_connections=config.max_concurrency),
                 follow_redirects=False,
+                verify=self._url.startswith("https:"),  # else certificates are read for nothing, on the event loop
                 trust_env=False,  # no proxy, no password file: what is judged goes where the configuration says
             )
         return self._client
