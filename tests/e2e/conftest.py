@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -34,8 +33,18 @@ def start_penstock(model_cache: Path, cwd: Path, *arguments: str) -> subprocess.
 
 @pytest.fixture
 def penstock(model_cache, tmp_path):
-    """Start the command in a directory of its own; returns the process."""
-    return functools.partial(start_penstock, model_cache, tmp_path)
+    """Start the command in a directory of its own; returns the process, which does not outlive the test."""
+    started = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        started.append(start_penstock(model_cache, tmp_path, *arguments))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
 
 
 @pytest.fixture(scope="session")
