@@ -7,15 +7,38 @@ import dataclasses
 import itertools
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
 
 from penstock.errors import DataFailure, InfrastructureFailure
+from penstock.judger import (
+    CodeJudgerConfig,
+    ComposedJudgerConfig,
+    HTTPJudgerConfig,
+    JudgerConfig,
+    LLMJudgerConfig,
+    NativeJudgerConfig,
+    PairwiseJudgerConfig,
+    RankingJudgerConfig,
+    SandboxConfig,
+)
 from penstock.ports import Completion
-from penstock.rollout import FinishReason, pack_ids, pack_logprobs, unpack_ids
+from penstock.rollout import (
+    FinishReason,
+    RolloutState,
+    Unjudged,
+    Verdict,
+    new_rollout,
+    pack_ids,
+    pack_logprobs,
+    unpack_ids,
+)
 
 from .services import chat, scored
 
 GROUP = 3
+FUNCTIONS = Path(__file__).with_name("reward_functions.py")
 Expected = float | str
 """A score, or what the reason says; " ... " stands between its parts."""
 
@@ -216,6 +239,63 @@ def _groups(kind: str, number: int, scores: Iterator[float]) -> Iterator[Case]:
 
 def _value(text: str) -> float:
     return float(text.removeprefix("score "))
+
+
+# Who judges them.
+
+
+def configs(
+    service: str, groups: str, models: str, timeout_s: float, placed: Mapping[str, dict] = MappingProxyType({})
+) -> dict[str, JudgerConfig]:
+    """A judge of each kind, which asks at these addresses. `placed` has fields that say where a kind lives."""
+
+    def function(name, **fields):
+        return NativeJudgerConfig(reward_handler=f"{FUNCTIONS}:{name}", **(common | fields))
+
+    common = {"max_retries": 0, "timeout_s": timeout_s, "breaker_failures": 200, "num_workers": 4}
+    http = {"max_retries": 1, "retry_backoff_s": 0.005, "timeout_s": timeout_s, "breaker_failures": 200}
+    model = http | {"base_url": f"{models}/v1", "model": "m"}
+    at_once = function("obeys_on_the_loop")
+    by_service = HTTPJudgerConfig(url=service, **http, **placed.get("service", {}))
+    return {
+        "function": function("obeys"),
+        "async function": at_once,
+        "service": by_service,
+        "model": LLMJudgerConfig(template="{response}", **model, **placed.get("model", {})),
+        "engine": LLMJudgerConfig(
+            template="<<{response}>>", max_retries=0, breaker_failures=200, **placed.get("engine", {})
+        ),
+        "merged": ComposedJudgerConfig(
+            all_of={"function": at_once, "service": by_service}, merge=f"{FUNCTIONS}:merges_or_not"
+        ),
+        "branches": ComposedJudgerConfig(branches={"here": at_once, "there": by_service}),
+        "function for groups": function("obeys_for_a_group", per_group=True),
+        "service for groups": HTTPJudgerConfig(url=groups, per_group=True, **http),
+        "pairs": PairwiseJudgerConfig(template="{first}\n{second}", **model, **placed.get("pairs", {})),
+        "ranking": RankingJudgerConfig(template="{answers}", **model),
+        "code": CodeJudgerConfig(
+            sandbox=SandboxConfig(warm=2, max_running=2),
+            test_timeout_s=0.3,
+            max_retries=0,
+            breaker_failures=200,
+            **placed.get("code", {}),
+        ),
+    }
+
+
+def rollouts_of(case: Case) -> list[RolloutState]:
+    sources = {"branches": "there" if case.texts[0].endswith(("1", "3", "5", "7", "9")) else "here"}
+    source = "nowhere" if case.texts == ("no branch",) else sources.get(case.kind, "")
+    made = [new_rollout("question", ground_truth=case.label, data_source=source) for _ in case.texts]
+    for rollout, text in zip(made, case.texts, strict=True):
+        rollout.response_text = text
+    return made
+
+
+def is_right(answer: Verdict | Unjudged, expected: Expected) -> bool:
+    if isinstance(expected, str):
+        return isinstance(answer, Unjudged) and all(part in answer.reason for part in expected.split(" ... "))
+    return isinstance(answer, Verdict) and answer.score == expected
 
 
 # What answers on the other side.

@@ -9,71 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from penstock.judger import (
-    CodeJudgerConfig,
-    ComposedJudgerConfig,
-    HTTPJudgerConfig,
-    JudgerSet,
-    LLMJudgerConfig,
-    NativeJudgerConfig,
-    PairwiseJudgerConfig,
-    RankingJudgerConfig,
-    RunEngine,
-    SandboxConfig,
-)
-from penstock.rollout import Unjudged, Verdict, new_rollout
+from penstock.judger import JudgerSet, RunEngine
+from penstock.rollout import Unjudged, Verdict
 from penstock.testing import CharTokenizer
 
-from .mixed_calls import ObedientEngine, cases, command_for_model, model, service_for_groups
+from .mixed_calls import (
+    ObedientEngine,
+    cases,
+    command_for_model,
+    configs,
+    is_right,
+    model,
+    rollouts_of,
+    service_for_groups,
+)
 from .services import Service
 
 IN_FLIGHT = 32
 MAX_GROWTH = 32 << 20
-FUNCTIONS = Path(__file__).with_name("reward_functions.py")
-
-
-def configs(service, groups, models, timeout_s):
-    def function(name, **fields):
-        return NativeJudgerConfig(reward_handler=f"{FUNCTIONS}:{name}", **(common | fields))
-
-    common = {"max_retries": 0, "timeout_s": timeout_s, "breaker_failures": 200, "num_workers": 4}
-    http = {"max_retries": 1, "retry_backoff_s": 0.005, "timeout_s": timeout_s, "breaker_failures": 200}
-    model = http | {"base_url": f"{models}/v1", "model": "m"}
-    at_once = function("obeys_on_the_loop")
-    by_service = HTTPJudgerConfig(url=service, **http)
-    return {
-        "function": function("obeys"),
-        "async function": at_once,
-        "service": by_service,
-        "model": LLMJudgerConfig(template="{response}", **model),
-        "engine": LLMJudgerConfig(template="<<{response}>>", max_retries=0, breaker_failures=200),
-        "merged": ComposedJudgerConfig(
-            all_of={"function": at_once, "service": by_service}, merge=f"{FUNCTIONS}:merges_or_not"
-        ),
-        "branches": ComposedJudgerConfig(branches={"here": at_once, "there": by_service}),
-        "function for groups": function("obeys_for_a_group", per_group=True),
-        "service for groups": HTTPJudgerConfig(url=groups, per_group=True, **http),
-        "pairs": PairwiseJudgerConfig(template="{first}\n{second}", **model),
-        "ranking": RankingJudgerConfig(template="{answers}", **model),
-        "code": CodeJudgerConfig(
-            sandbox=SandboxConfig(warm=2, max_running=2), test_timeout_s=0.3, max_retries=0, breaker_failures=200
-        ),
-    }
-
-
-def rollouts_of(case):
-    sources = {"branches": "there" if case.texts[0].endswith(("1", "3", "5", "7", "9")) else "here"}
-    source = "nowhere" if case.texts == ("no branch",) else sources.get(case.kind, "")
-    made = [new_rollout("question", ground_truth=case.label, data_source=source) for _ in case.texts]
-    for rollout, text in zip(made, case.texts, strict=True):
-        rollout.response_text = text
-    return made
-
-
-def is_right(answer, expected):
-    if isinstance(expected, str):
-        return isinstance(answer, Unjudged) and all(part in answer.reason for part in expected.split(" ... "))
-    return isinstance(answer, Verdict) and answer.score == expected
 
 
 def memory():
