@@ -11,7 +11,7 @@ VLLM_READY := $(VLLM_VENV)/.ready
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm demo test test-long test-vllm test-ray test-browser reference lint bench \
-	crash-quick crash soak-ray soak-ranks soak
+	crash-quick crash soak-ray soak-ranks soak-judges soak
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -95,4 +95,7 @@ soak-ray: $(READY) ## 20 random kills of actors over one run on a local cluster
 soak-ranks: $(READY) ## runs with train ranks in processes of their own: learning, kills, resumes
 	$(BIN)/python -m pytest tests/e2e -m soak_tier
 
-soak: test-long crash soak-ray soak-ranks ## every tier that can be made larger, at its largest
+soak-judges: $(READY) ## 10,000 calls of judges of every kind, half of them bad
+	$(BIN)/python -m pytest tests/unit/judger -m soak_tier
+
+soak: test-long crash soak-ray soak-ranks soak-judges ## every tier that can be made larger, at its largest

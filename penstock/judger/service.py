@@ -12,8 +12,9 @@ With `per_group` a group goes in one request, `"responses": [...]` in place of `
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import msgspec
@@ -55,7 +56,9 @@ class Service:
         self._slots = Slots(config.max_concurrency)
         self._calls = Calls()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._client: httpx.AsyncClient | None = None
+        self._clients: set[httpx.AsyncClient] = set()
+        self._idle: list[httpx.AsyncClient] = []
+        self._certificates: ssl.SSLContext | Literal[False] | None = None
 
     async def post(self, content: Any, wait_until: float) -> bytes:
         """The body of a whole 2xx answer. Waits for its turn until the loop's time `wait_until`."""
@@ -70,8 +73,9 @@ class Service:
             raise CallFailed("busy", f"all {self._slots.size} concurrent calls were taken") from None
 
     async def _exchange(self, body: bytes) -> bytes:
+        client = self._take()
         try:
-            async with self._http().stream("POST", self._url, content=body) as response:
+            async with client.stream("POST", self._url, content=body) as response:
                 if "content-encoding" in response.headers:
                     encoding = response.headers["content-encoding"]
                     raise _refused(f"answered in {encoding[:40]!r}, which was not asked for", may_pass=False)
@@ -80,6 +84,9 @@ class Service:
                 raise await _wrong_status(response)
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, ValueError) as error:
             raise CallFailed("service", f"no answer from {self._url}: {type(error).__name__}: {error}"[:500]) from None
+        finally:
+            if client in self._clients:
+                self._idle.append(client)
 
     async def _read(self, response: httpx.Response) -> bytes:
         body = bytearray()
@@ -89,30 +96,38 @@ class Service:
                 raise _refused(f"answered with more than max_answer_bytes, {self._config.max_answer_bytes} bytes")
         return bytes(body)
 
-    def _http(self) -> httpx.AsyncClient:
-        """A client belongs to the loop that made it."""
+    def _take(self) -> httpx.AsyncClient:
+        """A client of one connection. One client of many looks at all of them for every request."""
         loop = asyncio.get_running_loop()
-        if self._client is None or loop is not self._loop:
-            config = self._config
-            headers = {name: value.get_secret_value() for name, value in config.headers.items()}
-            headers |= {"content-type": "application/json", "accept-encoding": "identity"}
-            if config.api_key is not None:
-                headers["authorization"] = f"Bearer {config.api_key.get_secret_value()}"
-            self._loop = loop
-            self._client = httpx.AsyncClient(
-                headers=headers,
-                timeout=config.timeout_s,
-                limits=httpx.Limits(max_connections=config.max_concurrency),
-                follow_redirects=False,
-                trust_env=False,  # no proxy, no password file: what is judged goes where the configuration says
-            )
-        return self._client
+        if loop is not self._loop:  # a client belongs to the loop that made it
+            self._loop, self._clients, self._idle = loop, set(), []
+        if self._idle:
+            return self._idle.pop()
+        config = self._config
+        headers = {name: value.get_secret_value() for name, value in config.headers.items()}
+        headers |= {"content-type": "application/json", "accept-encoding": "identity"}
+        if config.api_key is not None:
+            headers["authorization"] = f"Bearer {config.api_key.get_secret_value()}"
+        if self._certificates is None:
+            # For https only: else certificates are read for nothing, on the event loop.
+            self._certificates = httpx.create_ssl_context() if self._url.startswith("https:") else False
+        client = httpx.AsyncClient(
+            headers=headers,
+            timeout=config.timeout_s,
+            limits=httpx.Limits(max_connections=1),
+            follow_redirects=False,
+            verify=self._certificates,
+            trust_env=False,  # no proxy, no password file: what is judged goes where the configuration says
+        )
+        self._clients.add(client)
+        return client
 
     async def close(self) -> None:
         self._calls.close()
-        client, self._client = self._client, None
-        if client is not None and asyncio.get_running_loop() is self._loop:
-            await client.aclose()
+        clients, self._clients, self._idle = self._clients, set(), []
+        if asyncio.get_running_loop() is self._loop:
+            for client in clients:
+                await client.aclose()
 
 
 def _refused(what: str, *, may_pass: bool = True) -> CallFailed:

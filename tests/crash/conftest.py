@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,20 @@ def penstock(model_cache, tmp_path):
         if process.poll() is None:
             process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def wait_for():
+    """Wait until something is so; the process must not end before."""
+
+    def wait(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    return wait
 
 
 @pytest.fixture

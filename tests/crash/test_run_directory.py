@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import time
 from pathlib import Path
 
@@ -21,14 +20,6 @@ pytestmark = pytest.mark.crash_tier
 HOST = socket.gethostname()
 QUIET = {"completed", "aborted", "expired", "max_tries", "discarded"}
 """States in which a group waits, driver or not."""
-
-
-def wait_for(condition, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def children_of(pid: int) -> list[int]:
@@ -60,7 +51,7 @@ def groups_not_trained(run_dir: Path) -> dict[str, str]:
 
 
 def test_a_second_process_is_refused_and_a_killed_driver_leaves_a_free_and_explained_directory(
-    penstock, small, tmp_path
+    penstock, small, tmp_path, wait_for
 ):
     run_dir = tmp_path / "run"
     command = ["train", "tiny-async", "--run-dir", str(run_dir)]
@@ -106,7 +97,7 @@ def test_a_second_process_is_refused_and_a_killed_driver_leaves_a_free_and_expla
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]], ids=["sigterm", "two-sigint"])
-def test_a_signal_ends_the_run_with_its_children_and_it_resumes(penstock, small, tmp_path, signals):
+def test_a_signal_ends_the_run_with_its_children_and_it_resumes(penstock, small, tmp_path, wait_for, signals):
     run_dir = tmp_path / "run"
     recipe = "tiny" if len(signals) == 1 else "tiny-async"
     command = ["train", recipe, "--run-dir", str(run_dir)]
@@ -149,7 +140,7 @@ def test_of_two_drivers_started_at_once_one_has_the_directory_and_the_other_writ
         check_ledger(run_dir).require_none()
 
 
-def test_an_export_that_was_due_when_the_driver_was_killed_is_made_by_the_resume(penstock, small, tmp_path):
+def test_an_export_that_was_due_when_the_driver_was_killed_is_made_by_the_resume(penstock, small, tmp_path, wait_for):
     run_dir = tmp_path / "run"
     latest, export = run_dir / "checkpoints" / "latest", run_dir / "hf" / "step-2"
     command = ["train", "tiny", "--run-dir", str(run_dir), *small(3), "--set", "hf_interval=2"]

@@ -203,3 +203,38 @@ not_a_function = 3
 def sees_variable(response, label, extra_info):
     """Whether a worker sees the variable that the label names."""
     return float(label in os.environ)
+
+
+def obeys(response, label, extra_info):
+    """A score that only this answer has, or whatever else the response says."""
+    if response.startswith("score "):
+        return float(response.removeprefix("score "))
+    if response.startswith("slow "):
+        time.sleep(0.02)
+        return float(response.removeprefix("slow "))
+    if response == "100 MB":
+        return "x" * (100 << 20)
+    if response in ("nan", "inf", "string", "none", "missing", "list", "surrogate"):
+        return strange(response, label, extra_info)
+    return by_command(response, label, extra_info)
+
+
+async def obeys_on_the_loop(response, label, extra_info):
+    if response in ("hang", "raise", "sys.exit"):
+        return await thinks(response, label, extra_info)
+    if response.startswith("slow "):
+        await asyncio.sleep(0.02)
+        return float(response.removeprefix("slow "))
+    return obeys(response, label, extra_info)
+
+
+def obeys_for_a_group(responses, label, extra_info):
+    if "short" in responses:
+        return [1.0]
+    return [obeys(response, label, extra_info) for response in responses]
+
+
+def merges_or_not(verdicts):
+    """The mean; of the scores that have a meaning here, something else."""
+    score = average(verdicts)
+    return {1001.0: "text", 1002.0: float("nan"), 1003.0: None}.get(score, score)

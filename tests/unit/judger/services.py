@@ -31,7 +31,7 @@ def scored(command: str) -> Reply:
         return 302, b"", {"location": "http://127.0.0.1:9/elsewhere"}
     if command == "gzip":
         return 200, b"\x1f\x8b", {"content-encoding": "gzip"}
-    return int(command), b"sorry", {}
+    return int(command) if command.isdigit() else 400, b"sorry", {}
 
 
 def chat(content: str, finish_reason: str = "stop") -> bytes:
@@ -39,9 +39,13 @@ def chat(content: str, finish_reason: str = "stop") -> bytes:
 
 
 class Service:
-    """`async with Service() as service`: listens on `service.url`. `seen` has the requests, decoded."""
+    """`async with Service() as service`: listens on `service.url`. `seen` has the requests, decoded.
 
-    def __init__(self, answer=None) -> None:
+    `command` finds what to do in a request: hang, crash, half, huge, slow or once, before `answer` is asked.
+    """
+
+    def __init__(self, answer=None, command=lambda asked: str(asked.get("response", ""))) -> None:
+        self._command = command
         self._answer = answer or (lambda asked: scored(str(asked.get("response", asked.get("responses")))))
         self.seen: list[dict] = []
         self.headers: list[dict[str, str]] = []
@@ -75,7 +79,7 @@ class Service:
         writer.close()
 
     async def _reply(self, asked: dict, writer: asyncio.StreamWriter) -> bool:
-        command = str(asked.get("response", ""))
+        command = self._command(asked)
         if command == "hang":
             await asyncio.sleep(3600)
         if command == "crash":
