@@ -30,18 +30,20 @@ def _cpu_seconds() -> float:
 
 
 @pytest.mark.long_tier
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("recipe", ["dapo-tiny", "gspo-tiny", "cispo-tiny", "dppo-tiny-async", "distill-tiny"])
-def test_each_recipe_learns_within_ninety_seconds_of_two_cores(recipe, penstock, tmp_path, read_lines):
+def test_each_recipe_learns_within_ninety_seconds_of_one_core(recipe, penstock, tmp_path, read_lines):
     before = _cpu_seconds()
-    run = penstock("train", recipe, "--run-dir", "run")
-    output, _ = run.communicate(timeout=800)
+    # The first 14 of its 30 to 40 steps: so much is learned by then.
+    short = ["--set", "total_steps=14", "--set", "evaluator.eval_sample_num=100"]
+    run = penstock("train", recipe, "--run-dir", "run", *short)
+    output, _ = run.communicate(timeout=280)
     assert run.returncode == 0, output
-    # Not of the clock, which is others' too; a process that has two cores uses as much in 90 seconds.
-    assert _cpu_seconds() - before < 180
+    # Not of the clock, which is others' too.
+    assert _cpu_seconds() - before < 90
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["eval_accuracy_after"] - summary["eval_accuracy_before"] >= 0.3, summary
-    steps = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "reward/mean" in line]
+    steps = _steps(tmp_path / "run", read_lines)
     rewards = [line["reward/mean"] for line in steps]
     if recipe != "dapo-tiny":
         # What dynamic sampling lets through is never all right.
