@@ -7,16 +7,17 @@ The others correct: `tis` and `icepop` weigh the policy gradient, `decoupled` is
 `dppo` masks by the probability that has moved. The lag is exact: a step is sampled by the weights of k steps before,
 of the first ones while there are no older.
 
-python benchmarks/correction.py [--full] [--lags 1,4,8] [--rates 1,4] [--seeds 5] [--steps 50] [--out DIR]
+python benchmarks/correction.py [--full] [--lags 1,4,8] [--rates 0.25,1,4] [--seeds 5] [--steps 50] [--out DIR]
 
 Without `--full` one seed, lag 8 and four times the rate: a smoke run. `--out` keeps a line for every run that is done,
-so that an interrupted experiment goes on, and draws `correction.svg`.
+so that an interrupted experiment goes on, and has the table and the plot: `correction.md`, `correction.png`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 from collections import deque
@@ -149,34 +150,45 @@ def report(found: dict[str, list[float]]) -> None:
         print(json.dumps({"figure": figure, "value": round(value, 4), "unit": "reward", "detail": detail}), flush=True)
 
 
+def table(found: dict[str, list[float]], lags: list[int], rates: list[float]) -> str:
+    """In Markdown: a line for each rate and lag, and in it the mean over the seeds, with the worst seed behind it."""
+    lines = ["| rate | lag | " + " | ".join(METHODS) + " |", "|---" * (len(METHODS) + 2) + "|"]
+    for rate, lag in itertools.product(rates, lags):
+        cells = []
+        for method in METHODS:
+            name = figure_name(method, 0 if method == "on_policy" else lag, rate)
+            ends = [statistics.mean(r[-LAST:]) for key, r in found.items() if key.rpartition(".seed")[0] == name]
+            cells.append(f"{statistics.mean(ends):.2f} ({min(ends):.2f})" if ends else "")
+        lines.append(f"| {LR * rate:g} | {lag} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def draw(found: dict[str, list[float]], lags: list[int], rates: list[float], path: Path) -> None:
     """A panel for each lag and rate, the mean over the seeds of every method in it."""
-    width, height, gap = 260, 170, 46
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{gap + len(lags) * (width + gap)}" '
-        f'height="{gap + len(rates) * (height + gap) + 20}" font-family="sans-serif" font-size="11">'
-    ]
-    for row, rate in enumerate(rates):
-        for column, lag in enumerate(lags):
-            left, top = gap + column * (width + gap), gap + row * (height + gap)
-            parts.append(f'<text x="{left}" y="{top - 8}">lag {lag}, learning rate x{rate:g}</text>')
-            parts.append(f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="none" stroke="#bbb"/>')
-            parts += [f'<text x="{left - 20}" y="{top + height * (1 - y) + 4}">{y:g}</text>' for y in (0, 0.5, 1)]
-            for method in METHODS:
-                name = figure_name(method, 0 if method == "on_policy" else lag, rate)
-                runs = [rewards for key, rewards in found.items() if key.rpartition(".seed")[0] == name]
-                if not runs:
-                    continue
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    size = (3.2 * len(lags), 2.2 * len(rates) + 0.5)
+    figure, panels = pyplot.subplots(len(rates), len(lags), squeeze=False, sharex=True, sharey=True, figsize=size)
+    for (row, rate), (column, lag) in itertools.product(enumerate(rates), enumerate(lags)):
+        panel = panels[row][column]
+        panel.set_title(f"lag {lag}, rate {LR * rate:g}", fontsize=9)
+        panel.set_ylim(-0.02, 1.02)
+        for method, colour in COLOURS.items():
+            name = figure_name(method, 0 if method == "on_policy" else lag, rate)
+            runs = [rewards for key, rewards in found.items() if key.rpartition(".seed")[0] == name]
+            if runs:
                 means = [statistics.mean(values) for values in zip(*runs, strict=True)]
-                points = " ".join(
-                    f"{left + width * i / max(1, len(means) - 1):.1f},{top + height * (1 - y):.1f}"
-                    for i, y in enumerate(means)
-                )
-                parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[method]}" stroke-width="1.5"/>')
-    bottom = gap + len(rates) * (height + gap)
-    for place, (method, colour) in enumerate(COLOURS.items()):
-        parts.append(f'<text x="{gap + place * 90}" y="{bottom}" fill="{colour}">{method}</text>')
-    path.write_text("\n".join([*parts, "</svg>"]) + "\n")
+                panel.plot(range(1, len(means) + 1), means, color=colour, linewidth=1.2, label=method)
+    for panel in panels[-1]:
+        panel.set_xlabel("train step", fontsize=9)
+    for line in panels:
+        line[0].set_ylabel("mean reward", fontsize=9)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="lower center", ncol=len(METHODS), fontsize=9)
+    figure.tight_layout(rect=(0, 0.3 / size[1], 1, 1))
+    figure.savefig(path, dpi=110)
 
 
 def figure_name(method: str, lag: int, rate: float) -> str:
@@ -187,7 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="every lag and rate, five seeds")
     parser.add_argument("--lags", default="1,4,8")
-    parser.add_argument("--rates", default="1,4")
+    parser.add_argument("--rates", default="0.25,1,4", help="in multiples of the recipe's, 1e-3")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--out", type=Path)
@@ -212,7 +224,8 @@ def main() -> None:
                 file.write(json.dumps([key, found[key]]) + "\n")
     report(found)
     if arguments.out is not None:
-        draw(found, lags, rates, arguments.out / "correction.svg")
+        (arguments.out / "correction.md").write_text(table(found, lags, rates))
+        draw(found, lags, rates, arguments.out / "correction.png")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ CONFIG = """
     from penstock.agent_loop import SingleTurnAgentLoopConfig
     from penstock.data import ReverseWordConfig, SamplerConfig
     from penstock.engine import EnginesConfig, VllmEngineConfig
-    from penstock.learn import TrainWorkerConfig
+    from penstock.learn import KLConfig, LoRAConfig, TrainWorkerConfig
     from penstock.produce import AgentLoopManagerConfig, AsyncProduceStrategyConfig, TaskSpecConfig
     from penstock.rollout import SampleParams
     from penstock.trainer import RLDisaggregatedTrainerConfig
@@ -29,7 +29,7 @@ CONFIG = """
         engines=EnginesConfig(
             engine=VllmEngineConfig(dtype="float32", max_running=64, max_context=256, kv_cache_gb=0.1)
         ),
-        train=TrainWorkerConfig(lr=1e-2),
+        train={train},
         manager=AgentLoopManagerConfig(tasks=[task]),
         total_steps=8,
         train_batch_size=4,
@@ -37,5 +37,5 @@ CONFIG = """
 """
 
 
-def vllm_run(model_dir: Path) -> str:
-    return textwrap.dedent(CONFIG.format(model=model_dir))
+def vllm_run(model_dir: Path, *, train: str = "TrainWorkerConfig(lr=1e-2)") -> str:
+    return textwrap.dedent(CONFIG.format(model=model_dir, train=train))

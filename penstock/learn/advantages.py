@@ -133,6 +133,8 @@ ESTIMATORS: dict[str, Estimator] = {
 COMPARES_SIBLINGS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "pass_at_k", "maxrl"})
 """Estimators that give a group of one no advantage."""
 DISCOUNTS = frozenset({"reinforce_plus_plus"})
+RATES = frozenset({"maxrl"})
+"""Estimators that take a group's mean score for a rate of success: no score may be below 0."""
 
 
 def get_estimator(name: str) -> Estimator:

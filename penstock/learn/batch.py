@@ -203,8 +203,24 @@ def bare_batch(groups: Sequence[Group], *, train_step: int, settings: BatchSetti
         ],
     )
     if not any(answer.num_trained for answer in batch.answers):
-        raise RunError(f"train step {train_step}: no token of {len(groups)} groups may be trained")
+        raise RunError(
+            f"train step {train_step}: no token of {len(groups)} groups may be trained{_why(groups, settings)}"
+        )
     return batch
+
+
+def _why(groups: Sequence[Group], settings: BatchSettings) -> str:
+    """Of a batch that has nothing to train, as far as settings are the reason."""
+    answers = [rollout for group in groups for rollout in group]
+    cut = sum(rollout.finish_reason is FinishReason.LENGTH for rollout in answers)
+    if cut and settings.overlong is not None and settings.overlong.mask_truncated:
+        return (
+            f": {cut} of {len(answers)} answers were cut off by their budget, and overlong.mask_truncated leaves those "
+            "out; raise sample_params.max_tokens or the batch size"
+        )
+    if settings.token_stale_thresholds:
+        return "; max_token_staleness leaves out tokens that are too old: raise it, or sync weights more often"
+    return ""
 
 
 def with_columns(

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from penstock.config import Config, Dtype, import_name, nearest
 from penstock.errors import ConfigError
-from penstock.learn.advantages import DISCOUNTS, ESTIMATORS
+from penstock.learn.advantages import DISCOUNTS, ESTIMATORS, RATES
 from penstock.learn.correction import PRESETS, CorrectionConfig
 from penstock.learn.kl import KLConfig
 from penstock.learn.lora import LoRAConfig
@@ -131,12 +131,23 @@ class TrainWorkerConfig(Config):
         yield from _name_problems("advantage", self.advantage, tuple(ESTIMATORS))
         if self.gamma != 1 and self.advantage in ESTIMATORS and self.advantage not in DISCOUNTS:
             yield f"gamma is {self.gamma}; {self.advantage} gives every token of an answer the same, without discount"
+        if self.advantage in RATES and (lowered := self._lowers_scores()):
+            yield (
+                f"advantage is {self.advantage!r}, which divides by the mean score and needs scores of at least 0; "
+                f"{lowered} takes from them: leave it out, or take grpo"
+            )
         if self.correction.bypass_mode and self.correction.rollout_is is not None and self.loss.uses_ratio:
             yield (
                 f"correction.bypass_mode takes the ratio of {type(self.loss).__name__} against the engine: that is the "
                 f"importance weight already; rollout_is={self.correction.rollout_is!r} would apply it twice: use "
                 "bypass_mode=False, or PGLossConfig"
             )
+
+    def _lowers_scores(self) -> str:
+        """The setting that makes a score of 0 a negative one."""
+        if self.overlong is not None and self.overlong.buffer_tokens is not None:
+            return "overlong.buffer_tokens"
+        return "kl.place='reward'" if self.kl is not None and self.kl.place == "reward" else ""
 
     def lr_at(self, train_step: int, total_steps: int) -> float:
         """The learning rate of a train step (from 1): rises over the warm-up, then falls.

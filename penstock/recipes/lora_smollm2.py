@@ -1,4 +1,4 @@
-"""SmolLM2-135M learns to add numbers up to 20 by a LoRA adapter: `quickstart`, with a few million numbers to train.
+"""SmolLM2-135M learns to add numbers up to 20 by a LoRA adapter: `quickstart`, with two million numbers to train.
 
     penstock train lora-smollm2
 
@@ -40,7 +40,7 @@ held_out = TaskSpecConfig(
 trainer = RLColocateTrainerConfig(
     model="smollm2-135m",
     engines=EnginesConfig(engine=EmbeddedEngineConfig(max_running=64, dtype="auto")),
-    train=TrainWorkerConfig(lr=1e-4, dtype="auto", lora=LoRAConfig(rank=16, alpha=32)),
+    train=TrainWorkerConfig(lr=1e-4, dtype="auto", lora=LoRAConfig(rank=8, alpha=16)),
     tasks=[addition],
     evaluator=EvaluatorConfig(tasks=[held_out], greedy=True),
     total_steps=25,

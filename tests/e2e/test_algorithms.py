@@ -30,18 +30,20 @@ def _cpu_seconds() -> float:
 
 
 @pytest.mark.long_tier
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("recipe", ["dapo-tiny", "gspo-tiny", "cispo-tiny", "dppo-tiny-async", "distill-tiny"])
-def test_each_recipe_learns_within_ninety_seconds_of_two_cores(recipe, penstock, tmp_path, read_lines):
+def test_each_recipe_learns_within_ninety_seconds_of_one_core(recipe, penstock, tmp_path, read_lines):
     before = _cpu_seconds()
-    run = penstock("train", recipe, "--run-dir", "run")
-    output, _ = run.communicate(timeout=800)
+    # The first 14 of its 30 to 40 steps: so much is learned by then.
+    short = ["--set", "total_steps=14", "--set", "evaluator.eval_sample_num=100"]
+    run = penstock("train", recipe, "--run-dir", "run", *short)
+    output, _ = run.communicate(timeout=280)
     assert run.returncode == 0, output
-    # Not of the clock, which is others' too; a process that has two cores uses as much in 90 seconds.
-    assert _cpu_seconds() - before < 180
+    # Not of the clock, which is others' too.
+    assert _cpu_seconds() - before < 90
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["eval_accuracy_after"] - summary["eval_accuracy_before"] >= 0.3, summary
-    steps = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "reward/mean" in line]
+    steps = _steps(tmp_path / "run", read_lines)
     rewards = [line["reward/mean"] for line in steps]
     if recipe != "dapo-tiny":
         # What dynamic sampling lets through is never all right.
@@ -53,6 +55,42 @@ def _steps(run_dir, read_lines):
 
 
 SHORT = ["total_steps=2", "evaluator=null", "train_batch_size=4", "cpu_threads=1"]
+
+
+def _kl(estimator: str, place: str) -> str:
+    return f'train.kl={{"coef": 0.1, "estimator": "{estimator}", "place": "{place}"}}'
+
+
+SEVERAL = ["train.updates_per_batch=2", "train.epochs_per_batch=2"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "correction", "advantage", "more"),
+    [
+        ("ppo", "none", "dr_grpo", [_kl("k1", "loss"), *SEVERAL]),
+        ("ppo", "decoupled", "rloo", [_kl("k2", "loss"), "train.loss.entropy_coef=0.01", *SEVERAL]),
+        ("gspo", "seq_mis", "opo", ["train.max_tokens_per_micro_batch=64"]),
+        ("gspo", "bypass_geo_rs", "grpo", [_kl("k3", "reward"), 'train.overlong={"buffer_tokens": 2}']),
+        ("cispo", "geo_rs", "maxrl", ['train.overlong={"mask_truncated": true}', *SEVERAL]),
+        ("cispo", "bypass", "reinforce_plus_plus", [_kl("k2", "reward"), "train.gamma=0.9"]),
+        ("dppo", "icepop", "reinforce_plus_plus_baseline", [_kl("k3", "loss"), *SEVERAL]),
+        ("pg", "tis", "pass_at_k", [_kl("k3+", "loss"), "train.fused=false"]),
+        ("pg", "seq_tis", "grpo", [_kl("k1", "reward"), 'train.lora={"rank": 4, "sync": "adapter"}', *SEVERAL]),
+    ],
+)
+def test_every_option_trains_through_the_real_trainer_on_fresh_and_on_stale_answers(
+    loss, correction, advantage, more, tmp_path, read_lines
+):
+    chosen = [f"train.loss={loss}", f"train.correction={correction}", f"train.advantage={advantage}"]
+    config = load_config("tiny", [*SHORT, "sync_weights_interval=2", *chosen, *more])
+    config.build(run_dir=tmp_path / "run").fit()
+    first, second = _steps(tmp_path / "run", read_lines)
+    assert all(np.isfinite(value) for line in (first, second) for value in line.values() if isinstance(value, float))
+    assert first["train/mismatch/max_abs"] < 1e-4
+    # With right or wrong alone, the two best of a group are mostly both right.
+    assert first["train/grad_norm"] > 0 or advantage == "pass_at_k"
+    assert (first["staleness/max"], second["staleness/max"]) == (0, 1)
+    assert second["train/mismatch/max_abs"] > 1e-3 or advantage == "pass_at_k"
 
 
 def test_tasks_may_sample_at_different_temperatures(tmp_path, read_lines):

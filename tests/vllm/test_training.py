@@ -25,12 +25,11 @@ from penstock.rollout import FinishReason, SampleParams, pack_ids, unpack_ids
 NUM_REQUESTS = 64
 
 
-def test_a_short_run_learns_and_its_metrics_tell_of_staleness_mismatch_and_sync(
-    model_dir: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "short.py").write_text(vllm_run(model_dir))
+def steps_of(tmp_path: Path, text: str, *options: str) -> list[dict[str, Any]]:
+    """The metrics of each step of `penstock train` with that configuration file."""
+    (tmp_path / "short.py").write_text(text)
     train = subprocess.run(
-        [sys.executable, "-m", "penstock.cli", "train", "short.py", "--run-dir", "run"],
+        [sys.executable, "-m", "penstock.cli", "train", "short.py", "--run-dir", "run", *options],
         cwd=tmp_path,
         env=os.environ | {"PENSTOCK_HOME": str(tmp_path / "home")},
         capture_output=True,
@@ -39,7 +38,13 @@ def test_a_short_run_learns_and_its_metrics_tell_of_staleness_mismatch_and_sync(
     )
     assert train.returncode == 0, train.stdout + train.stderr
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "reward/mean" in line]
+    return [line for line in lines if "reward/mean" in line]
+
+
+def test_a_short_run_learns_and_its_metrics_tell_of_staleness_mismatch_and_sync(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    steps = steps_of(tmp_path, vllm_run(model_dir))
     assert len(steps) == 8
     rewards = [line["reward/mean"] for line in steps]
     assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.05, rewards
@@ -48,6 +53,16 @@ def test_a_short_run_learns_and_its_metrics_tell_of_staleness_mismatch_and_sync(
     fresh = [line["train/mismatch/max_abs"] for line in steps if line["staleness/max"] == 0]
     assert fresh and max(fresh) < 1e-3
     assert any("time/sync" in key for line in steps for key in line), sorted(steps[0])
+
+
+def test_a_run_that_sends_the_adapter_alone_samples_from_what_it_trains(model_dir: Path, tmp_path: Path) -> None:
+    lora = 'TrainWorkerConfig(lr=2e-2, lora=LoRAConfig(rank=4, sync="adapter"), kl=KLConfig(coef=1e-6))'
+    fresh = ["--set", "manager.tasks.0.produce_strategy_config.max_staleness=0", "--set", "total_steps=3"]
+    steps = steps_of(tmp_path, vllm_run(model_dir, train=lora), *fresh)
+    assert [line["staleness/max"] for line in steps] == [0, 0, 0]
+    assert max(line["train/mismatch/max_abs"] for line in steps) < 1e-3
+    # The reference is the base under the adapter, which is what an engine without a sync would still have.
+    assert steps[0]["train/reference_kl"] == 0 and steps[2]["train/reference_kl"] > 1e-3
 
 
 def test_smollm2_hands_back_every_token_when_paused_and_its_logprobs_are_near_the_trainers(

@@ -8,17 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
+from adapter_batches import Given, make_batch, scored_by, scored_by_trainer, trained_worker
 from engine_contract import LONG, PROMPTS, ask, has_made, ids_of
 
 from penstock.engine import RolloutControllerConfig
 from penstock.engine.health import Standing
 from penstock.engine.process import ProcessEngine
-from penstock.errors import InfrastructureFailure
+from penstock.errors import InfrastructureFailure, WeightSyncError
 from penstock.events import EngineChanged, Event
-from penstock.learn import TrainWorkerConfig
+from penstock.learn import LoRAConfig, TrainWorkerConfig
 from penstock.learn.worker import TorchTrainWorker
 from penstock.rollout import FinishReason
 from penstock.weights import DiskChannel, SharedMemoryChannel
@@ -77,6 +79,50 @@ def test_after_a_sync_greedy_answers_are_the_trainers_and_before_they_are_not(
             assert answer == likeliest(worker, prompt, answer)
         await first.close()
         await second.close()
+
+    run(check())
+
+
+@pytest.mark.parametrize("way", ["shared memory", "disk"])
+@pytest.mark.parametrize("sync", ["merged", "adapter"])
+def test_after_a_sync_it_scores_as_the_trainer_with_its_adapter_and_not_as_the_base(
+    sync: Any, way: str, run: Callable[..., Any], engine: ProcessEngine, model_dir: Path, tmp_path: Path
+) -> None:
+    trainer, batch = trained_worker(model_dir, LoRAConfig(rank=4, sync=sync))
+    trained = scored_by_trainer(trainer, batch)
+    untrained = TrainWorkerConfig().build(model_dir, total_steps=1, threads=1)
+
+    async def check() -> int:
+        await engine.load_weights(untrained.weights, 0)
+        base = await scored_by(engine, batch)
+        assert np.abs(base - trained).max() > 0.3
+        channel: Any = SharedMemoryChannel(trainer.weights, engine)
+        if way == "disk":
+            channel = DiskChannel(trainer.weights, engine, tmp_path)
+        for step in (1, 2):
+            # The second finds the first's sum in the engine, not the base.
+            sent = await channel.publish(step)
+            assert await engine.model_step() == step
+            np.testing.assert_allclose(await scored_by(engine, batch), trained, atol=1e-4)
+        await channel.close()
+        return sent.num_bytes
+
+    whole = sum(tensor.nbytes for _, tensor in untrained.weights.tensors())
+    assert (run(check()) < whole / 2) == (sync == "adapter")
+
+
+def test_an_adapter_that_binds_no_layer_of_it_is_refused_and_the_old_weights_are_kept(
+    run: Callable[..., Any], engine: ProcessEngine
+) -> None:
+    batch = make_batch(1)
+    nowhere = Given({"nowhere.lora_A": torch.zeros(4, 64), "nowhere.lora_B": torch.zeros(64, 4)})
+
+    async def check() -> None:
+        step, before = await engine.model_step(), await scored_by(engine, batch)
+        with pytest.raises(WeightSyncError, match=r"has no nowhere\.weight; use lora\.sync='merged'"):
+            await engine.load_weights(nowhere, 9)
+        assert await engine.model_step() == step
+        assert np.array_equal(await scored_by(engine, batch), before)
 
     run(check())
 

@@ -275,6 +275,13 @@ def test_answers_that_the_budget_cut_off_are_not_trained_and_stay_in_the_baselin
     assert batch.metrics["length/masked_tokens"] == 3 and batch.metrics["staleness/masked_tokens"] == 0
 
 
+def test_a_batch_whose_every_answer_was_cut_off_says_so_and_what_to_do() -> None:
+    group = _long_group([FinishReason.LENGTH, FinishReason.LENGTH], [2, 3])
+    settings = BatchSettings(overlong=OverlongConfig(mask_truncated=True))
+    with pytest.raises(RunError, match=r"2 of 2 answers were cut off.*raise sample_params\.max_tokens"):
+        prepare_batch([group], train_step=1, settings=settings)
+
+
 def test_tokens_have_the_temperature_and_the_threshold_of_their_task(group_of: GroupOf) -> None:
     sums, words = group_of("a"), group_of("b")
     for rollout in words:

@@ -13,7 +13,9 @@ from penstock.learn import (
     CorrectionConfig,
     CustomLossConfig,
     GSPOLossConfig,
+    KLConfig,
     LossConfig,
+    OverlongConfig,
     PPOLossConfig,
     TrainWorkerConfig,
 )
@@ -117,6 +119,19 @@ def test_the_class_that_losses_have_in_common_is_no_loss() -> None:
 def test_a_threshold_that_means_nothing_is_refused(fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         CorrectionConfig(**fields).check()
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"kl": KLConfig(coef=0.1, place="reward")}, "kl.place='reward' takes from them"),
+        ({"overlong": OverlongConfig(buffer_tokens=2)}, "overlong.buffer_tokens takes from them"),
+    ],
+)
+def test_a_rate_of_success_is_refused_where_scores_fall_below_0(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        TrainWorkerConfig(advantage="maxrl", **fields).check()
+    TrainWorkerConfig(advantage="maxrl", kl=KLConfig(coef=0.1), overlong=OverlongConfig(mask_truncated=True)).check()
 
 
 def test_discounting_is_refused_for_estimators_that_do_not() -> None:

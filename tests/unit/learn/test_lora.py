@@ -12,12 +12,13 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from penstock.cli.config_file import load_config
 from penstock.errors import CheckpointError, ModelError
 from penstock.learn import LoRAConfig, TrainWorkerConfig
 from penstock.learn.batch import TrainBatch, prepare_batch
-from penstock.learn.lora import adapters_of
+from penstock.learn.lora import adapters_of, attach, own_tensors
 from penstock.learn.worker import TorchTrainWorker
 from penstock.models.bfloat16 import has_fast_products
 from penstock.rollout import Group
@@ -65,8 +66,10 @@ def moments(worker: TorchTrainWorker, directory: Path) -> dict[str, torch.Tensor
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_fused_passes_give_the_gradient_that_peft_and_autograd_give(
-    model_dir: Path, batch: TrainBatch, tmp_path: Path, dtype: Any
+    model_dir: Path, batch: TrainBatch, tmp_path: Path, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Without AMX bfloat16 would not go through them.
+    monkeypatch.setattr("penstock.learn.load.has_fast_products", lambda: True)
     found = []
     for number, fields in enumerate([{"fused": True}, {"fused": False}, {"activation_checkpointing": True}]):
         worker = build(model_dir, dtype=dtype, max_grad_norm=1e9, betas=(0.0, 0.999), **fields)
@@ -186,3 +189,24 @@ def test_some_layers_can_be_named(model_dir: Path, batch: TrainBatch) -> None:
     before = scores(worker, batch)
     assert train(worker, batch, steps=2)["fused"] == 1
     assert np.abs(scores(worker, batch) - before).max() > 1e-3
+
+
+def test_a_checkpoint_of_the_recipe_has_under_50_megabytes_and_a_tenth_of_the_optimiser() -> None:
+    shape = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        smollm2 = LlamaForCausalLM(shape)
+        whole = sum(parameter.numel() for parameter in smollm2.parameters())
+        attach(smollm2, load_config("lora-smollm2", []).train.lora, "smollm2-135m")
+    trained = sum(tensor.numel() for _, tensor in own_tensors(smollm2))
+    assert whole == 134_515_008
+    # float32: the adapter, and AdamW's two numbers for each of its own.
+    assert 3 * 4 * trained < 50e6
+    assert trained < whole / 10
