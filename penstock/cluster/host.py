@@ -69,9 +69,13 @@ def _build(luggage: bytes) -> Any:
     return SERVERS[description.port](build_here(description, ports))
 
 
-def _control(method: MethodT) -> MethodT:
-    marked: MethodT = ray.method(concurrency_group=CONTROL)(method)
-    return marked
+def marked(**options: Any) -> Callable[[MethodT], MethodT]:
+    """`ray.method`, with types."""
+    mark: Callable[[MethodT], MethodT] = ray.method(**options)
+    return mark
+
+
+_control = marked(concurrency_group=CONTROL)
 
 
 class Host:

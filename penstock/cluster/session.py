@@ -22,6 +22,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -58,6 +59,7 @@ class Session:
         """Of a Ray that was started here."""
         self._actors: list[Any] = []
         self._groups: list[Any] = []
+        self._owning = threading.Lock()
         self._closed = False
 
     def __enter__(self) -> Session:
@@ -85,20 +87,22 @@ class Session:
         ]
 
     def own(self, *, actor: Any = None, group: Any = None) -> None:
-        """It is ended with the session."""
-        if actor is not None:
-            self._actors.append(actor)
-        if group is not None:
-            self._groups.append(group)
+        """It is ended with the session. Of any thread, like `disown`."""
+        with self._owning:
+            if actor is not None:
+                self._actors.append(actor)
+            if group is not None:
+                self._groups.append(group)
 
     def disown(self, *, actor: Any = None, group: Any = None) -> None:
         """End it now."""
-        if actor is not None:
+        with self._owning:
             self._actors = [other for other in self._actors if other is not actor]
+            self._groups = [other for other in self._groups if other is not group]
+        if actor is not None:
             with contextlib.suppress(Exception):
                 ray.kill(actor, no_restart=True)
         if group is not None:
-            self._groups = [other for other in self._groups if other is not group]
             with contextlib.suppress(Exception):
                 ray.util.remove_placement_group(group)
 
