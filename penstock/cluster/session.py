@@ -46,8 +46,11 @@ LOCAL, AUTO = "local", "auto"
 CONNECT_S = 5.0
 GONE_S = 15.0
 """How long what was killed may take to be gone from Ray's tables."""
-OBJECT_STORE = 256 << 20
-"""Of a Ray that is started here: records are small, and weights go another way."""
+OBJECT_STORE = 4 << 30
+"""Of a Ray that is started here, at most. Records are small and weights go another way; what is kept for train ranks is
+large. It takes memory when it is used."""
+OBJECT_STORE_SHARE = 1 / 6
+"""Of this machine's memory, at most."""
 
 
 class Session:
@@ -140,12 +143,13 @@ def connect(
     trusted_network: bool = False,
     name: str = "run",
     num_cpus: int | None = None,
-    object_store_memory: int = OBJECT_STORE,
+    object_store_memory: int | None = None,
 ) -> Session:
     """Raises ConfigError when there is no such cluster, when it does not take our token, or when it has several nodes
     and neither a token nor `trusted_network`.
 
-    `num_cpus` is what a local Ray is told that this machine has; None counts its cores.
+    `num_cpus` is what a local Ray is told that this machine has; None counts its cores. `object_store_memory` is its
+    share of the memory for objects; None: see `OBJECT_STORE`.
     """
     if ray.is_initialized():
         raise ConfigError("this process is connected to a Ray already; call ray.shutdown() first")
@@ -176,7 +180,7 @@ def connect(
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
 
 
-def _start_local(namespace: str, num_cpus: int | None, object_store_memory: int) -> Session:
+def _start_local(namespace: str, num_cpus: int | None, object_store_memory: int | None) -> Session:
     # Short: the sockets in it have a path of at most 107 characters.
     directory = Path(tempfile.mkdtemp(prefix="psray-"))
     token = directory / "token"
@@ -195,7 +199,7 @@ def _start_local(namespace: str, num_cpus: int | None, object_store_memory: int)
                 namespace=namespace,
                 num_cpus=num_cpus or os.cpu_count(),
                 num_gpus=None,
-                object_store_memory=object_store_memory,
+                object_store_memory=object_store_memory or _object_store(),
                 include_dashboard=False,
                 _temp_dir=str(directory),
                 **_QUIET,
@@ -205,6 +209,11 @@ def _start_local(namespace: str, num_cpus: int | None, object_store_memory: int)
         shutil.rmtree(directory, ignore_errors=True)
         raise RunError(f"a local Ray could not be started: {_first_line(error)}") from error
     return Session(namespace=namespace, directory=directory)
+
+
+def _object_store() -> int:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(OBJECT_STORE, int(memory * OBJECT_STORE_SHARE))
 
 
 def read_authentication_again() -> None:
