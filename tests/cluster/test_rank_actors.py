@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,16 +164,11 @@ def test_ranks_in_actors_learn_what_ranks_in_processes_learn_to_the_bit(
 
 
 def test_each_rank_holds_what_it_asked_for(ranks: TrainRanks) -> None:
-    hosts = _hosts(ranks)
-    held = {
-        actor["Name"]: actor["RequiredResources"]
-        for actor in ray._private.state.actors().values()
-        if actor["State"] == "ALIVE" and actor["Pid"] in {host.pid for host in hosts}
-    }
-    assert sorted(held) == ["rank-0", "rank-1"]
-    for resources in held.values():
-        cpus = [amount for kind, amount in resources.items() if kind.startswith("CPU_group_") and kind.count("_") == 3]
-        assert cpus == [0.5]
+    (place,) = [kind for kind in ray.cluster_resources() if re.fullmatch("CPU_group_[0-9a-f]+", kind)]
+    assert ray.cluster_resources()[place] == 2 * 0.5
+    # Nothing is left beside them: a new rank could not start while the old one lives.
+    assert ray.available_resources().get(place, 0.0) == 0.0
+    assert sorted(_alive()) == ["rank-0", "rank-1"]
 
 
 def test_a_rank_that_dies_idle_or_in_a_step_comes_back_on_its_node_and_the_weights_are_the_same(
