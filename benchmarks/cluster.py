@@ -14,21 +14,35 @@ the other and again: their answers, steps and weight syncs are the same work.
 
     cluster.quickstart_overhead step time on Ray against in-process; at most 1.10
 
+And a weight sync to an engine that cannot read the memory of the sender: copied, sent through gloo on the loopback to
+another process, summed up and compared there.
+
+    cluster.broadcast_vs_memcpy bytes/s of that, as a share of the bytes/s of a memcpy of as many bytes in one thread
+
 Prints one JSON line per figure.
+
+    python benchmarks/cluster.py [rollouts] [quickstart] [broadcast]      all of them, or those
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from penstock.agent_loop import SingleTurnAgentLoopConfig
 from penstock.cluster.launcher import CPUActorLauncher
@@ -44,6 +58,8 @@ from penstock.produce.task import Task
 from penstock.replay import ReplayBuffer
 from penstock.rollout import UNKNOWN_STEP, FinishReason, Prompt, SampleParams
 from penstock.testing import CharTokenizer
+from penstock.weights.broadcast import WeightServer
+from penstock.weights.stored import BroadcastWeights
 
 K, GROUPS = 8, 125
 ROUNDS = 8
@@ -51,6 +67,10 @@ TOKENS = 64
 STEPS = 6
 """Of each run of `quickstart`."""
 RUN_TIMEOUT_S = 600.0
+MB = 1 << 20
+TENSORS, TENSOR_MB = 64, 4
+"""What is broadcast."""
+SYNCS = 7
 
 
 class Instant:
@@ -134,11 +154,52 @@ def quickstart_overhead() -> None:
     say("cluster.quickstart_overhead", ray_s / mine, "ratio", detail)
 
 
-def say(figure: str, value: float, unit: str, detail: str) -> None:
-    print(json.dumps({"figure": figure, "value": round(value, 4), "unit": unit, "detail": detail}), flush=True)
+class Blocks:
+    """Weights of random numbers."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self._tensors = {f"block.{n}": torch.randn(TENSOR_MB * MB // 4) for n in range(TENSORS)}
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._tensors.items()
 
 
-def main() -> None:
+def receive(stored: BroadcastWeights) -> str:
+    """In another process."""
+    torch.set_num_threads(1)
+    with stored.receive() as received:
+        assert isinstance(received.checksum, str)
+        return received.checksum
+
+
+def copy_seconds(num_bytes: int) -> float:
+    source, target = np.ones(num_bytes, np.uint8), np.empty(num_bytes, np.uint8)
+    seconds = []
+    for _ in range(SYNCS):
+        began = time.perf_counter()
+        np.copyto(target, source)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def broadcast_vs_memcpy() -> None:
+    source, server, seconds = Blocks(), WeightServer("127.0.0.1", through_memory=False), []
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as other:
+        for step in range(SYNCS + 1):
+            began = time.perf_counter()
+            stored = server.write(source, step)
+            assert other.submit(receive, stored).result(timeout=RUN_TIMEOUT_S) == stored.checksum
+            server.confirm()
+            seconds.append(time.perf_counter() - began)
+    server.close()
+    num_bytes = TENSORS * TENSOR_MB * MB
+    sync_s, copy_s = statistics.median(seconds[1:]), copy_seconds(num_bytes)  # the first starts the other process
+    rates = f"{num_bytes / sync_s / 1e9:.2f} against {num_bytes / copy_s / 1e9:.2f} GB/s, {num_bytes // MB} MB"
+    say("cluster.broadcast_vs_memcpy", copy_s / sync_s, "ratio", rates)
+
+
+def rollouts() -> None:
     here_rate, here_cpu = asyncio.run(measure(manager_on(Local(), 0)))
     with connect("local", num_cpus=2, object_store_memory=80 << 20) as session:
         placement = RayPlacement(CPUActorLauncher(session))
@@ -148,7 +209,23 @@ def main() -> None:
     say("cluster.rollouts_vs_local", there_rate / here_rate, "ratio", rates)
     cpu = f"{1e6 * there_cpu:.0f} against {1e6 * here_cpu:.0f} us of the driver's processor per rollout"
     say("cluster.driver_share", there_cpu / here_cpu, "ratio", cpu)
-    quickstart_overhead()
+
+
+def say(figure: str, value: float, unit: str, detail: str) -> None:
+    print(json.dumps({"figure": figure, "value": round(value, 4), "unit": unit, "detail": detail}), flush=True)
+
+
+PARTS = {"rollouts": rollouts, "quickstart": quickstart_overhead, "broadcast": broadcast_vs_memcpy}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}")
+    asked = parser.parse_args().parts or list(PARTS)
+    if unknown := [part for part in asked if part not in PARTS]:
+        parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    for part in asked:
+        PARTS[part]()
 
 
 if __name__ == "__main__":

@@ -135,13 +135,13 @@ def nothing_finite(tokens: Any, config: Any) -> Any:
 
 
 FATAL = "PENSTOCK_TEST_FATAL"
-"""Names a file that holds the number of the rank that is to die in its next loss."""
+"""Names a file that holds the number of the rank that is to die in its next loss; so does the argument `order`."""
 
 
 def ppo_that_may_die(tokens: Any, config: Any) -> Any:
     from penstock.learn.losses import PPOLossConfig, ppo
 
-    order = Path(os.environ[FATAL])
+    order = Path(config.arguments.get("order") or os.environ[FATAL])
     # Not where a configuration is checked, which tries it too.
     if dist.is_initialized() and order.exists() and int(order.read_text()) == dist.get_rank():
         order.unlink()

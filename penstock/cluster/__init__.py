@@ -14,6 +14,7 @@
     placement.py   RayPlacement: the `Placement` port
     door.py        in the actor of the rollout controller: engines that live in other actors
     engines.py     the engines' actors, seen from the driver
+    ranks.py       train ranks in actors
     site.py        RaySite: where the parts of a run live
 
 Names are loaded when first used, so that what needs no Ray brings none.

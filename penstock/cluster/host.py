@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import pickle
 import sys
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -28,7 +27,7 @@ from penstock.cluster.backcalls import Outbox
 from penstock.cluster.line import COLLECT_S, SILENT_S
 from penstock.cluster.peer import Answer, Answering, Message, decode_messages, encode_messages
 from penstock.cluster.proxies import SERVERS
-from penstock.cluster.wire import MISSING, answer_raised, answer_with
+from penstock.cluster.wire import MISSING, answer_raised, answer_with, pack, unpack
 from penstock.errors import RunError
 from penstock.events import Warned
 from penstock.ports import Description, build_here
@@ -58,20 +57,24 @@ def pack_luggage(description: Description, ports: Mapping[str, Any]) -> bytes:
             ray.cloudpickle.register_pickle_by_value(module)
             stack.callback(ray.cloudpickle.unregister_pickle_by_value, module)
         packed = ray.cloudpickle.dumps((description, dict(ports)), protocol=5)
-    return pickle.dumps(([entry or str(Path.cwd()) for entry in sys.path], packed))
+    return pack(([entry or str(Path.cwd()) for entry in sys.path], packed))
 
 
 def _build(luggage: bytes) -> Any:
-    paths, packed = pickle.loads(luggage)
+    paths, packed = unpack(luggage)
     # Last, so that what is installed on this node comes first.
     sys.path += [path for path in paths if path not in sys.path and Path(path).exists()]
-    description, ports = pickle.loads(packed)
+    description, ports = unpack(packed)
     return SERVERS[description.port](build_here(description, ports))
 
 
-def _control(method: MethodT) -> MethodT:
-    marked: MethodT = ray.method(concurrency_group=CONTROL)(method)
-    return marked
+def marked(**options: Any) -> Callable[[MethodT], MethodT]:
+    """`ray.method`, with types."""
+    mark: Callable[[MethodT], MethodT] = ray.method(**options)
+    return mark
+
+
+_control = marked(concurrency_group=CONTROL)
 
 
 class Host:
@@ -148,13 +151,13 @@ class Host:
     async def _call(self, part: str, method: str, arguments: bytes) -> bytes:
         try:
             found = await self._find(part)
-            return answer_with(await getattr(found, method)(*pickle.loads(arguments)))
+            return answer_with(await getattr(found, method)(*unpack(arguments)))
         except Exception as error:  # whatever it is, the caller must hear of it
             return answer_raised(error)
 
     @_control
-    async def identify(self) -> bytes:
-        return pickle.dumps((self._incarnation, os.getpid(), ray.util.get_node_ip_address()))
+    async def identify(self) -> tuple[str, int, str]:
+        return self._incarnation, os.getpid(), ray.util.get_node_ip_address()
 
     async def _at_home(self, call: Coroutine[Any, Any, T]) -> T:
         """Objects belong to the loop of the data calls."""

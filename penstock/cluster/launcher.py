@@ -110,10 +110,6 @@ class CPUActorLauncher:
         """As `launch`, which is the same and then waits: the processes start while the caller does something else."""
         demand = resources if isinstance(resources, Demand) else resources.demand(name)
         names = names or [f"{name}-{number}" for number in range(demand.num_workers)]
-        # Ray would set it to the actor's CPUs; what computes sets its own threads, everything else needs one.
-        runtime: dict[str, Any] = {"env_vars": {"OMP_NUM_THREADS": "1", **(environment or {})}}
-        if python is not None:
-            runtime["py_executable"] = python
         launch = Launch(self, demand)
         try:
             if group is None:
@@ -124,7 +120,8 @@ class CPUActorLauncher:
             for number, actor in enumerate(names):
                 index = bundles[number] if bundles is not None else number
                 place = (group, index) if isinstance(group, PlacementGroup | str) else (group[number], 0)
-                launch.members.append(Member(actor, self._start(demand, actor, *place, runtime)))
+                handle = self.start(RemoteHost, demand, actor, *place, environment=environment, python=python)
+                launch.members.append(Member(actor, handle))
         except BaseException:
             self.undo(launch)
             raise
@@ -182,14 +179,22 @@ class CPUActorLauncher:
         manager.add(demand)
         manager.check()
 
-    def _start(
+    def start(
         self,
+        program: Any,
         demand: Demand,
         name: str,
         group: PlacementGroup | str,
         index: int,
-        runtime: dict[str, Any],
+        *,
+        environment: Mapping[str, str] | None = None,
+        python: str | None = None,
     ) -> Any:
+        """One actor that runs `program`, whose argument is its name; it is not waited for, and not seen to."""
+        # Ray would set it to the actor's CPUs; what computes sets its own threads, everything else needs one.
+        runtime: dict[str, Any] = {"env_vars": {"OMP_NUM_THREADS": "1", **(environment or {})}}
+        if python is not None:
+            runtime["py_executable"] = python
         options: dict[str, Any] = {
             "num_cpus": demand.num_cpus,
             "memory": demand.memory,
@@ -205,9 +210,13 @@ class CPUActorLauncher:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=index
             )
-        handle = RemoteHost.options(**options).remote(options["name"])
+        handle = program.options(**options).remote(name)
         self._session.own(actor=handle)
         return handle
+
+    def give_back(self, *, actor: Any = None, group: PlacementGroup | None = None) -> None:
+        """End what `start` started, and what `reserve` reserved."""
+        self._session.disown(actor=actor, group=group)
 
     # While they live.
 

@@ -55,14 +55,13 @@ class ActorGone(InfrastructureFailure):
         super().__init__(message, reason=reason)
 
 
-async def answered(name: str, method: Any, *arguments: Any) -> bytes:
+async def answered(name: str, method: Any, *arguments: Any) -> Any:
     """What an actor's method returns. Raises ActorGone; no exception of Ray's goes further than this."""
     if not ray.is_initialized():
         raise ActorGone(f"actor {name} is gone: the connection to its cluster was closed")
     ref = method.remote(*arguments)
     try:
-        answer: bytes = await ref
-        return answer
+        return await ref
     except asyncio.CancelledError:
         with contextlib.suppress(RayError):  # the connection may be closed already
             ray.cancel(ref)

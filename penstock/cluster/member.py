@@ -8,7 +8,6 @@ further out sees an exception of Ray's.
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -97,7 +96,7 @@ class Member:
 
     async def identify(self) -> Identity:
         """Past all calls that wait."""
-        return Identity(*pickle.loads(await answered(self.name, self.handle.identify)))
+        return Identity(*await answered(self.name, self.handle.identify))
 
     def _read(self, answer: bytes) -> Any:
         if answer == MISSING:

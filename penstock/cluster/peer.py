@@ -11,13 +11,12 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import pickle
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Literal
 
 import msgspec
 
-from penstock.cluster.wire import MISSING, RAISED, answer_raised, answer_with, pack
+from penstock.cluster.wire import MISSING, RAISED, answer_raised, answer_with, pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +151,7 @@ class Answering:
 
     async def _told(self, message: Ask) -> None:
         try:
-            getattr(await self._find(message.part), message.method)(*pickle.loads(message.arguments))
+            getattr(await self._find(message.part), message.method)(*unpack(message.arguments))
         except Exception as error:
             logger.warning("%s told %s.%s in vain: %s", self._name, message.part, message.method, error)
 
@@ -163,7 +162,7 @@ class Answering:
             if found is None:
                 self._send(Answer(number, MISSING))
                 return
-            method, arguments = getattr(found, message.method), pickle.loads(message.arguments)
+            method, arguments = getattr(found, message.method), unpack(message.arguments)
             if message.wants == "answer":
                 self._send(Answer(number, answer_with(await method(*arguments))))
                 return

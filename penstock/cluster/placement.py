@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import pickle
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,7 +25,7 @@ from penstock.cluster.proxies import (
     TurnLogProxy,
 )
 from penstock.cluster.routers import PatientActor, Router, ToDriver
-from penstock.cluster.wire import read_answer
+from penstock.cluster.wire import read_answer, unpack
 from penstock.environment import named_environment
 from penstock.errors import DeadlineExceeded, RunError
 from penstock.judger.composed import ComposedJudger
@@ -122,7 +121,7 @@ class Travelling:
 
 @functools.lru_cache(maxsize=16)
 def _built_once(description: bytes) -> Any:
-    return build_here(pickle.loads(description), {})
+    return build_here(unpack(description), {})
 
 
 class Attended:

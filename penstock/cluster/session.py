@@ -22,6 +22,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -45,8 +46,11 @@ LOCAL, AUTO = "local", "auto"
 CONNECT_S = 5.0
 GONE_S = 15.0
 """How long what was killed may take to be gone from Ray's tables."""
-OBJECT_STORE = 256 << 20
-"""Of a Ray that is started here: records are small, and weights go another way."""
+OBJECT_STORE = 4 << 30
+"""Of a Ray that is started here, at most. Records are small and weights go another way; what is kept for train ranks is
+large. It takes memory when it is used."""
+OBJECT_STORE_SHARE = 1 / 6
+"""Of this machine's memory, at most."""
 
 
 class Session:
@@ -58,6 +62,7 @@ class Session:
         """Of a Ray that was started here."""
         self._actors: list[Any] = []
         self._groups: list[Any] = []
+        self._owning = threading.Lock()
         self._closed = False
 
     def __enter__(self) -> Session:
@@ -85,20 +90,22 @@ class Session:
         ]
 
     def own(self, *, actor: Any = None, group: Any = None) -> None:
-        """It is ended with the session."""
-        if actor is not None:
-            self._actors.append(actor)
-        if group is not None:
-            self._groups.append(group)
+        """It is ended with the session. Of any thread, like `disown`."""
+        with self._owning:
+            if actor is not None:
+                self._actors.append(actor)
+            if group is not None:
+                self._groups.append(group)
 
     def disown(self, *, actor: Any = None, group: Any = None) -> None:
         """End it now."""
-        if actor is not None:
+        with self._owning:
             self._actors = [other for other in self._actors if other is not actor]
+            self._groups = [other for other in self._groups if other is not group]
+        if actor is not None:
             with contextlib.suppress(Exception):
                 ray.kill(actor, no_restart=True)
         if group is not None:
-            self._groups = [other for other in self._groups if other is not group]
             with contextlib.suppress(Exception):
                 ray.util.remove_placement_group(group)
 
@@ -136,12 +143,13 @@ def connect(
     trusted_network: bool = False,
     name: str = "run",
     num_cpus: int | None = None,
-    object_store_memory: int = OBJECT_STORE,
+    object_store_memory: int | None = None,
 ) -> Session:
     """Raises ConfigError when there is no such cluster, when it does not take our token, or when it has several nodes
     and neither a token nor `trusted_network`.
 
-    `num_cpus` is what a local Ray is told that this machine has; None counts its cores.
+    `num_cpus` is what a local Ray is told that this machine has; None counts its cores. `object_store_memory` is its
+    share of the memory for objects; None: see `OBJECT_STORE`.
     """
     if ray.is_initialized():
         raise ConfigError("this process is connected to a Ray already; call ray.shutdown() first")
@@ -172,7 +180,7 @@ def connect(
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
 
 
-def _start_local(namespace: str, num_cpus: int | None, object_store_memory: int) -> Session:
+def _start_local(namespace: str, num_cpus: int | None, object_store_memory: int | None) -> Session:
     # Short: the sockets in it have a path of at most 107 characters.
     directory = Path(tempfile.mkdtemp(prefix="psray-"))
     token = directory / "token"
@@ -191,7 +199,7 @@ def _start_local(namespace: str, num_cpus: int | None, object_store_memory: int)
                 namespace=namespace,
                 num_cpus=num_cpus or os.cpu_count(),
                 num_gpus=None,
-                object_store_memory=object_store_memory,
+                object_store_memory=object_store_memory or _object_store(),
                 include_dashboard=False,
                 _temp_dir=str(directory),
                 **_QUIET,
@@ -201,6 +209,11 @@ def _start_local(namespace: str, num_cpus: int | None, object_store_memory: int)
         shutil.rmtree(directory, ignore_errors=True)
         raise RunError(f"a local Ray could not be started: {_first_line(error)}") from error
     return Session(namespace=namespace, directory=directory)
+
+
+def _object_store() -> int:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(OBJECT_STORE, int(memory * OBJECT_STORE_SHARE))
 
 
 def read_authentication_again() -> None:

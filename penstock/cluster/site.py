@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+import msgspec
 import ray
 from ray.util.placement_group import PlacementGroup
 
@@ -17,7 +19,7 @@ from penstock.learn.batch import TrainBatch
 from penstock.ports import Engines, TrainWorker, WeightChannel
 from penstock.resources import Demand, actor_demands, engines_demand, with_actors
 from penstock.trainer.config import RLColocateTrainerConfig, RLTrainerConfig
-from penstock.trainer.site import LocalSite, RunContext
+from penstock.trainer.site import LocalSite, RunContext, has_ranks
 
 SHARED = 0.5
 """Of an accelerator, for each of the two that take turns on it."""
@@ -43,7 +45,7 @@ def worker_demands(config: RLTrainerConfig, *, trains: bool = True) -> list[Dema
 
 
 class RaySite(LocalSite):
-    """Agent loops and judgers in actors as they ask for it; every engine in one; the train worker as on one machine."""
+    """Agent loops and judgers in actors as they ask for it; every engine in one, and every rank where there are any."""
 
     def __init__(self, session: Session, *, observer: Observer) -> None:
         self._session = session
@@ -73,11 +75,37 @@ class RaySite(LocalSite):
     def prepare(self, config: RLTrainerConfig, *, trains: bool = True) -> None:
         self._actors.begin(with_actors(config.that_runs(trains=trains)))
 
+    def build_worker(self, run: RunContext) -> TrainWorker[TrainBatch]:
+        """One unsharded rank is this process; others are actors."""
+        config, resources = run.config, run.config.resources.train
+        if not has_ranks(config):
+            return super().build_worker(run)
+        from penstock.cluster.ranks import ActorRanks
+        from penstock.learn.ranks import build_ranks
+
+        group = self._shared_group(run)
+        threads = config.cpu_threads or max(1, math.floor(resources.num_cpus_per_worker))
+        ranks = ActorRanks(
+            self._launcher,
+            msgspec.structs.replace(resources.demand("train ranks"), accelerators=self._share(run)),
+            group=group,
+            environment={"OMP_NUM_THREADS": str(threads)},
+        )
+        return build_ranks(
+            config.train,
+            run.model_dir,
+            resources.num_workers,
+            ranks,
+            run.observer,
+            total_steps=config.total_steps,
+            deterministic=config.deterministic,
+            threads=threads,
+        )
+
     def build_engines(self, run: RunContext) -> Engines:
         """Returns when their actors are there; the models are loaded with the first call."""
         group = self._shared_group(run)
-        share = SHARED if group is not None and run.config.resources.engines.accelerator is not None else 1.0
-        actors = EngineActors(self._launcher, run, group=group, share=share)
+        actors = EngineActors(self._launcher, run, group=group, share=self._share(run))
         return RayEngines(self._launcher, actors, run.config.engines)
 
     def _shared_group(self, run: RunContext) -> PlacementGroup | None:
@@ -88,6 +116,10 @@ class RaySite(LocalSite):
             (demand,) = worker_demands(run.config)
             self._shared = self._launcher.reserve(demand)
         return self._shared
+
+    def _share(self, run: RunContext) -> float:
+        """What a rank and an engine take of an accelerator each."""
+        return SHARED if self._shared_group(run) is not None else 1.0
 
     def build_channel(self, run: RunContext, worker: TrainWorker[TrainBatch], engines: Engines) -> WeightChannel:
         """Engines on the trainer's machine read its memory, the others are sent the weights."""

@@ -67,7 +67,13 @@ def unpack_rollouts(packed: tuple[bytes, str], asked: Group) -> Group:
 
 
 def pack(value: Any) -> bytes:
+    """Each call by itself, and not its list by Ray: one that cannot be made again there must not lose the others."""
     return pickle.dumps(value, protocol=5)
+
+
+def unpack(packed: bytes | memoryview) -> Any:
+    """Of what another process of this run packed."""
+    return pickle.loads(packed)
 
 
 def answer_with(value: Any) -> bytes:
@@ -79,7 +85,7 @@ def answer_raised(error: Exception) -> bytes:
     itself = b""
     with contextlib.suppress(Exception):
         packed = pack(error)
-        if type(pickle.loads(packed)) is type(error):
+        if type(unpack(packed)) is type(error):
             itself = packed
     return RAISED + pack((itself, type(error).__name__, str(error)))
 
@@ -87,14 +93,14 @@ def answer_raised(error: Exception) -> bytes:
 def read_answer(answer: bytes) -> Any:
     """What was returned. Raises what was raised."""
     if answer[:1] == VALUE:
-        return pickle.loads(memoryview(answer)[1:])
-    itself, name, words = pickle.loads(memoryview(answer)[1:])
+        return unpack(memoryview(answer)[1:])
+    itself, name, words = unpack(memoryview(answer)[1:])
     raise _error(itself, name, words)
 
 
 def _error(itself: bytes, name: str, words: str) -> Exception:
     with contextlib.suppress(Exception):
-        error = pickle.loads(itself)
+        error = unpack(itself)
         if isinstance(error, Exception):
             return error
     return RuntimeError(f"{name}: {words}")

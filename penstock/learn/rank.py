@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock.config import from_plain
-from penstock.errors import CheckpointError, StorageError
+from penstock.errors import CheckpointError, StorageError, WeightSyncError
 from penstock.learn.batch import TrainBatch
 from penstock.learn.config import TrainWorkerConfig
 from penstock.learn.learner import Learner
@@ -178,20 +178,22 @@ class Rank:
 
     def write_weights(self, settings: WriterSettings, model_step: int) -> StoredWeights | None:
         """The first rank writes them, the others help it to gather them."""
-        walk = self._learner.tensors()
+        walk = _Walk(self._learner.tensors())
         if self._setup.rank:
-            for _ in walk:
-                pass
+            walk.finish()
             return None
         if self._writer is None or self._writer[0] != settings:
             self.close_weights()
             self._writer = settings, build_writer(settings)
         try:
-            return self._writer[1].write(_Walk(walk), model_step)
+            return self._writer[1].write(walk, model_step)
+        except WeightSyncError:
+            if walk.failure is not None:  # the others', and not the writer's
+                raise walk.failure from None
+            raise
         finally:
             # Whatever failed, the others are still walking.
-            for _ in walk:
-                pass
+            walk.finish()
 
     def confirm_weights(self) -> None:
         if self._writer is not None:
@@ -223,13 +225,23 @@ class _StopAfter:
 
 
 class _Walk:
-    """A `WeightSource` that can be read once."""
+    """A `WeightSource` that can be read once, by all ranks together."""
 
     def __init__(self, walk: Iterator[tuple[str, Tensor]]) -> None:
         self._walk = walk
+        self.failure: Exception | None = None
+        """Why it did not get to its end."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return self._walk
+        try:
+            yield from self._walk
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def finish(self) -> None:
+        for _ in self._walk:
+            pass
 
 
 def _own_device(asked: str, local_rank: int) -> torch.device:

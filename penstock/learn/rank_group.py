@@ -153,11 +153,12 @@ class RankGroup:
                 task.cancel()
             await asyncio.wait(tasks)
         failed = {rank: story for rank, task in enumerate(tasks) if (story := _failure(task, method)) is not None}
+        if failed and self.lost:
+            # Whatever the others met, or refused, may be what this did to them.
+            raise Broken(self.lost)
         if failed:
             refused = (task.exception() for rank, task in enumerate(tasks) if rank not in failed)
-            cause = next((error for error in refused if isinstance(error, PenstockError)), None)
-            # What the others met is then what this did to them.
-            raise Broken(self.lost or failed, cause)
+            raise Broken(failed, next((error for error in refused if isinstance(error, PenstockError)), None))
         return [task.exception() or task.result() for task in tasks]
 
 

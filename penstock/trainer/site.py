@@ -70,7 +70,7 @@ class LocalSite:
 
     def problems(self, config: RLTrainerConfig, *, trains: bool = True) -> Iterator[str]:
         yield from actor_problems(config.that_runs(trains=trains))
-        if trains and _has_ranks(config) and config.engines.channel == "in_process":
+        if trains and has_ranks(config) and config.engines.channel == "in_process":
             yield "engines.channel is 'in_process'; an engine in this process cannot read the memory of train ranks"
 
     def prepare(self, config: RLTrainerConfig, *, trains: bool = True) -> None:
@@ -79,7 +79,7 @@ class LocalSite:
     def build_worker(self, run: RunContext) -> TrainWorker[TrainBatch]:
         """One unsharded rank is this process; others have processes of their own, and divide the threads."""
         config = run.config
-        if _has_ranks(config):
+        if has_ranks(config):
             from penstock.learn.rank_process import ProcessRanks
             from penstock.learn.ranks import build_ranks
 
@@ -117,5 +117,6 @@ class LocalSite:
         return run.config.engines.build_channel(worker.weights, engines, run_dir=run.run_dir, timeout_s=timeout_s)
 
 
-def _has_ranks(config: RLTrainerConfig) -> bool:
+def has_ranks(config: RLTrainerConfig) -> bool:
+    """Whether the train worker is ranks in processes or actors of their own."""
     return config.resources.train.num_workers > 1 or config.train.sharding != "none"

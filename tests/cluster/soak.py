@@ -132,8 +132,8 @@ def main() -> None:
         finally:
             nodes.shutdown()
             shutil.rmtree(ray_dir, ignore_errors=True)
-    print(f"{sum(accepted.values())} kills: " + ", ".join(f"{kind} {n}" for kind, n in accepted.items()))
-    few = [kind for kind, n in accepted.items() if n < 2]
+    print(f"{sum(accepted.values())} kills: " + ", ".join(f"{kind} {accepted[kind]}" for kind in KINDS))
+    few = [kind for kind in KINDS if accepted[kind] < 2]
     if options.kills >= 2 * len(KINDS) and few:
         sys.exit(f"fewer than two kills of: {', '.join(few)}")
     shutil.rmtree(run_dir, ignore_errors=True)

@@ -87,9 +87,9 @@ def told(run: Path) -> list[tuple[str, str]]:
     return [(type(e).__name__, e.actor) for e in events if isinstance(e, ActorLost | ActorRecovered)]
 
 
-def require_whole(run: Path) -> None:
+def require_whole(run: Path, expected: int = STEPS) -> None:
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in steps if "reward/mean" in line] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in steps if "reward/mean" in line] == list(range(1, expected + 1))
     check_ledger(run).require_none()
 
 
@@ -100,6 +100,7 @@ def test_one_actor_of_each_gives_the_weights_of_the_run_in_one_process(in_proces
     assert leftovers(cluster) == []
 
 
+@pytest.mark.soak_tier  # the run that loses a node has two of each and gives them as well
 def test_two_actors_of_each_give_them_too(in_process, finish, cluster):
     run = finish("--address", cluster.address, *settings(*SAME, *with_actors(2)))
     assert weights(run) == weights(in_process)

@@ -13,8 +13,6 @@ from safetensors.torch import load_file
 from penstock.events import ActorLost, ActorRecovered, StepGivenBack
 from penstock.trainer.observers import EVENTS_FILE, read_events
 
-pytestmark = pytest.mark.soak_tier
-
 CONFIG = """
 from penstock.recipes.tiny import trainer as tiny
 
@@ -70,12 +68,14 @@ def _recoveries(run_dir: Path) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.long_tier
 def test_tiny_learns_with_two_ranks(train):
     run_dir = train("ranks", steps=FULL_STEPS)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["eval_accuracy_after"] >= 0.9 > 0.6 > summary["eval_accuracy_before"]
 
 
+@pytest.mark.soak_tier
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
 def test_a_rank_that_dies_in_a_step_leaves_the_weights_of_an_undisturbed_run(train, tmp_path, sharding):
     loss = "rank_program.ppo_that_may_die"
@@ -88,6 +88,7 @@ def test_a_rank_that_dies_in_a_step_leaves_the_weights_of_an_undisturbed_run(tra
     assert _same(_final(disturbed), _final(undisturbed))
 
 
+@pytest.mark.soak_tier
 def test_a_run_of_two_ranks_is_resumed_to_the_bit(train):
     whole = train("whole", sharding="fsdp2")
     train("parts", sharding="fsdp2", steps=2)
