@@ -8,14 +8,16 @@ READY := $(VENV)/.ready
 TORCH := torch==2.13.0
 VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
+VERIFIERS_VENV := .venv-verifiers
+VERIFIERS_READY := $(VERIFIERS_VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-long test-vllm test-ray test-browser reference lint bench \
-	crash-quick crash soak-ray soak-ranks soak-judges soak
+.PHONY: help setup setup-vllm setup-verifiers demo test test-long test-vllm test-verifiers test-ray test-browser \
+	reference lint bench crash-quick crash soak-ray soak-ranks soak-judges soak
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## the virtual environment in .venv, with the versions of constraints.txt
 
@@ -41,6 +43,15 @@ $(VLLM_READY): constraints-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
 
+setup-verifiers: $(VERIFIERS_READY) ## verifiers, in an environment of its own: .venv-verifiers, with the versions of constraints-verifiers.txt
+
+# Without Penstock: what plays there needs verifiers and the standard library.
+$(VERIFIERS_READY): constraints-verifiers.txt
+	@rm -f $@
+	$(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --no-deps -r constraints-verifiers.txt
+	@touch $@
+
 demo: $(READY) ## train a model with the recipe quickstart, into runs/quickstart (-2, -3, ...)
 	$(BIN)/penstock train quickstart
 
@@ -49,9 +60,9 @@ demo: $(READY) ## train a model with the recipe quickstart, into runs/quickstart
 # left alone with one of them at the end.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-OTHER_TIERS := --ignore tests/vllm --ignore tests/cluster --ignore tests/browser
+OTHER_TIERS := --ignore tests/vllm --ignore tests/verifiers --ignore tests/cluster --ignore tests/browser
 
-test: $(READY) ## all tests but the heavy tiers: test-long, crash-quick, test-ray, test-vllm, test-browser
+test: $(READY) ## all tests but the heavy tiers: test-long, crash-quick, test-ray, test-vllm, test-verifiers, test-browser
 	$(PYTEST) tests $(OTHER_TIERS) -m 'not crash_tier and not long_tier and not soak_tier'
 
 test-long: $(READY) ## simulations, crashes and kills at their full size, and the tests that take tens of seconds
@@ -59,6 +70,9 @@ test-long: $(READY) ## simulations, crashes and kills at their full size, and th
 
 test-vllm: $(READY) $(VLLM_READY) ## the tests with a real vLLM
 	$(BIN)/python -m pytest tests/vllm
+
+test-verifiers: $(READY) $(VERIFIERS_READY) ## the tests with a real verifiers
+	$(BIN)/python -m pytest tests/verifiers
 
 # One process: its tests share a cluster of three nodes.
 test-ray: $(READY) ## the tests with a real Ray: three nodes on this machine

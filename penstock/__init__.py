@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         SingleTurnAgentLoopConfig,
         ToolAgentLoop,
         ToolAgentLoopConfig,
+        VerifiersAgentLoop,
+        VerifiersAgentLoopConfig,
         VerlAgentLoop,
         VerlAgentLoopConfig,
         calculator,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
         ReverseWordConfig,
         SamplerConfig,
         SortLettersConfig,
+        VerifiersTasksetConfig,
     )
     from penstock.engine import (
         EmbeddedEngineConfig,
@@ -151,6 +154,8 @@ _HOMES = {
         "SingleTurnAgentLoopConfig",
         "ToolAgentLoop",
         "ToolAgentLoopConfig",
+        "VerifiersAgentLoop",
+        "VerifiersAgentLoopConfig",
         "VerlAgentLoop",
         "VerlAgentLoopConfig",
         "calculator",
@@ -168,6 +173,7 @@ _HOMES = {
         "ReverseWordConfig",
         "SamplerConfig",
         "SortLettersConfig",
+        "VerifiersTasksetConfig",
     ],
     "engine": [
         "EmbeddedEngineConfig",
@@ -355,6 +361,9 @@ __all__ = [
     "Turn",
     "Unjudged",
     "Verdict",
+    "VerifiersAgentLoop",
+    "VerifiersAgentLoopConfig",
+    "VerifiersTasksetConfig",
     "VerlAgentLoop",
     "VerlAgentLoopConfig",
     "VllmEngineConfig",

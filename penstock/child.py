@@ -1,6 +1,7 @@
 """A process of Penstock's own: the socket to it, the last lines it wrote, and how it ended.
 
     python -m <program> <descriptor of the socket> <process id of the parent>
+    python -P <program.py> ...      where its Python has no Penstock
 
 It ends with its parent: the kernel sees to it on Linux, the closed socket elsewhere.
 """
@@ -36,8 +37,7 @@ class Child:
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
-                python,
-                *("-m", program, str(theirs.fileno()), str(os.getpid())),
+                *child_command(program, python, theirs),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
@@ -52,8 +52,9 @@ class Child:
             theirs.close()
         return cls(process, ours)
 
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, self._writer = await asyncio.open_connection(sock=self._channel)
+    async def connect(self, *, limit: int = 1 << 16) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """`limit` is that of a line."""
+        reader, self._writer = await asyncio.open_connection(sock=self._channel, limit=limit)
         return reader, self._writer
 
     async def story(self) -> str:
@@ -104,6 +105,12 @@ class Child:
             self._lines.extend(line[-_LINE_LIMIT:].decode(errors="replace") for line in lines if line.strip())
         if rest.strip():
             self._lines.append(rest.decode(errors="replace"))
+
+
+def child_command(program: str, python: str, theirs: socket.socket) -> list[str]:
+    # -P: what stands beside a program is not for it to import.
+    run = ["-P", program] if program.endswith(".py") else ["-m", program]
+    return [python, *run, str(theirs.fileno()), str(os.getpid())]
 
 
 def _signal_name(number: int) -> str:

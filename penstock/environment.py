@@ -1,4 +1,5 @@
 """What a child process sees of this process's environment: what programs need to start and compute, and no secrets.
+Which Python runs it, where that is another environment's.
 
 An engine's process and a judge's worker run models and functions of others. They get the variables named here and
 those that a configuration adds by name.
@@ -9,6 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+PROJECT = Path(__file__).parents[1]
+"""Where Penstock's Makefile is, when it runs from its sources."""
 
 _NAMES = """
     PATH HOME USER LOGNAME SHELL PWD LANG LANGUAGE TZ TERM TMPDIR TMP TEMP VIRTUAL_ENV CONDA_PREFIX SYSTEMROOT
@@ -31,6 +36,12 @@ def child_environment(extra: Sequence[str] = ()) -> dict[str, str]:
 def named_environment(names: Sequence[str]) -> dict[str, str]:
     """Those of these variables that are set."""
     return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def find_interpreter(python: str) -> str | None:
+    """The Python at a path from here, or from the project's directory; None where there is none."""
+    # Not resolved: a virtual environment is found by the path of its link to the interpreter.
+    return next((str(path) for path in (Path.cwd() / python, PROJECT / python) if path.is_file()), None)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ env_loop.py     EnvAgentLoop: the model and an environment take turns
 env.py          environments: on the event loop, or in worker processes; gym_env.py and openenv.py are some
 tools.py        functions as tools: schema, deadline, what the model is told
 endpoint.py     EndpointAgentLoop: an agent outside, through the session endpoint
+verifiers_loop.py  VerifiersAgentLoop: a taskset of verifiers, through the session endpoint
 session/        the session endpoint
 asking.py       what a transcript asks of an engine
 calculator.py   a calculator as a tool
@@ -30,6 +31,7 @@ from penstock.agent_loop.env_loop import EnvAgentLoop, EnvAgentLoopConfig
 from penstock.agent_loop.single_turn import SingleTurnAgentLoop, SingleTurnAgentLoopConfig
 from penstock.agent_loop.tool_loop import ToolAgentLoop, ToolAgentLoopConfig
 from penstock.agent_loop.transcript import Answer, Transcript
+from penstock.agent_loop.verifiers_loop import VerifiersAgentLoop, VerifiersAgentLoopConfig
 from penstock.agent_loop.verl_loop import VerlAgentLoop, VerlAgentLoopConfig
 
 __all__ = [
@@ -46,6 +48,8 @@ __all__ = [
     "ToolAgentLoop",
     "ToolAgentLoopConfig",
     "Transcript",
+    "VerifiersAgentLoop",
+    "VerifiersAgentLoopConfig",
     "VerlAgentLoop",
     "VerlAgentLoopConfig",
     "calculator",

@@ -92,7 +92,7 @@ class AgentLoop:
         self._abandoned: set[asyncio.Task[None]] = set()
 
     async def generate_sample(self, rollout: RolloutState) -> RolloutState:
-        """Play one rollout: call `generate` and `call_tool` as often as needed. What users write."""
+        """Play one rollout: call `generate`, `say` and `call_tool` as often as needed. What users write."""
         raise TypeError(f"{type(self).__name__} must define generate_sample")
 
     async def judge_sample(self, rollout: RolloutState) -> None:
@@ -157,6 +157,13 @@ class AgentLoop:
         """
         transcript = await self._played(rollout)
         return await transcript.call_tool(tool, timeout_s=timeout_s, name=name, segment=segment)
+
+    async def say(self, rollout: RolloutState, text: str, *, role: str = "user", segment: int | None = None) -> None:
+        """The user says this now, after the model's answer: as the chat template writes it; mask 0, no logprob.
+
+        Raises DataFailure when the template cannot go on so, ValueError when the model has not answered yet.
+        """
+        await (await self._played(rollout)).say(text, role=role, segment=segment)
 
     def transcript(self, rollout: RolloutState) -> Transcript:
         """The record of a rollout that is being played. Raises Interrupted when it is not, or not any more."""

@@ -207,10 +207,13 @@ class EndpointAgentLoopConfig(AgentLoopConfig):
         given = [name for name in ("agent", "command", "url") if getattr(self, name)]
         if len(given) != 1:
             yield f"exactly one of agent, command and url must be given; {' and '.join(given) or 'none'} is"
+        yield from self._endpoint_problems()
+        yield from self._agent_problems()
+
+    def _endpoint_problems(self) -> Iterator[str]:
         for package in ("starlette", "uvicorn"):
             if importlib.util.find_spec(package) is None:
                 yield f"the endpoint needs {package}; install penstock[serve]"
-        yield from self._agent_problems()
         if self.tool_parser is not None:
             with contextlib.suppress(ConfigError):
                 find_parser(self.tool_parser)

@@ -16,12 +16,13 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from penstock.agent_loop.asking import Asked, OnPiece
 from penstock.agent_loop.deadline import Clock
+from penstock.agent_loop.rendering import ids_after
 from penstock.agent_loop.stops import resolve_stops
 from penstock.errors import DataFailure, Interrupted
 from penstock.ports import Completion, FinishedTurn
@@ -251,6 +252,19 @@ class Transcript:
                 raise self._mismatch(f"turn {self._turns_done[segment]} has other tokens on record")
             self._turns_done[segment] += 1
 
+    async def say(self, text: str, *, role: str = "user", segment: int | None = None, durable: bool = False) -> None:
+        """Somebody answers the model, as its chat template writes that after the answer: mask 0, no logprob.
+
+        Raises DataFailure when the template cannot go on so, ValueError when the model has not answered yet.
+        """
+        chosen = self._current if segment is None else segment
+        history = self._history(chosen)
+        if not history or history[-1]["role"] != "assistant":
+            raise ValueError(f"{self.rollout.rollout_id}: `say` comes after an answer; call `generate` first")
+        new = [{"role": role, "content": text}]
+        ids = ids_after(self._asked.tokenizer, history, new, self.rollout.prompt.tools, last_id=self.last_id(chosen))
+        await self.append(ids, text=text, name=role, segment=chosen, durable=durable)
+
     # Those who play a conversation that may come back in another order.
 
     def recall(self) -> None:
@@ -324,6 +338,19 @@ class Transcript:
             yield segment
         finally:
             self._busy.discard(segment)
+
+    def _history(self, segment: int) -> list[dict[str, Any]]:
+        """What this playing made or read back of a segment, as messages. Text of a tool stands inside the answer."""
+        history: list[dict[str, Any]] = [*map(dict, self.rollout.messages)]
+        mine = [turn for turn in self.rollout.turns if turn.segment == segment]
+        for turn in mine[: self._turns_done[segment]]:
+            if turn.kind == MESSAGE:
+                history.append({"role": turn.name or "user", "content": turn.text})
+            elif history and history[-1]["role"] == "assistant":
+                history[-1]["content"] += turn.text
+            else:
+                history.append({"role": "assistant", "content": turn.text})
+        return history
 
     def _tokens(self, segment: int) -> Tokens:
         segments = self.rollout.segments

@@ -13,6 +13,7 @@ from penstock.data.gym import ReasoningGymConfig
 from penstock.data.prompts import PromptSet, PromptSourceConfig
 from penstock.data.sameness import check_same_prompts, remember_prompts
 from penstock.data.sampler import EndOfData, Sampler, SamplerConfig, WaitingGroups
+from penstock.data.verifiers import VerifiersTasksetConfig
 
 __all__ = [
     "AdditionConfig",
@@ -27,6 +28,7 @@ __all__ = [
     "Sampler",
     "SamplerConfig",
     "SortLettersConfig",
+    "VerifiersTasksetConfig",
     "WaitingGroups",
     "WordConfig",
     "check_same_prompts",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import pydantic
 
 from penstock.config import Config, Dtype
+from penstock.environment import PROJECT, find_interpreter
 from penstock.errors import ConfigError
 from penstock.events import Nobody, Observer
 from penstock.ports import Engine, Tokenizer, WeightChannel, WeightSource
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from penstock.engine.controller import RolloutController
     from penstock.engine.frames import Setup
     from penstock.engine.health import Standing
-
-PROJECT = Path(__file__).parents[2]
 
 
 def engine_name(number: int) -> str:
@@ -161,11 +160,7 @@ class VllmEngineConfig(EngineConfig):
         return self._interpreter() if self.python is not None else None
 
     def _interpreter(self) -> str | None:
-        if self.python is None:
-            return sys.executable
-        # Not resolved: a virtual environment is found by the path of its link to the interpreter.
-        places = (Path.cwd() / self.python, PROJECT / self.python)
-        return next((str(path) for path in places if path.is_file()), None)
+        return sys.executable if self.python is None else find_interpreter(self.python)
 
 
 def _how_to_install() -> str:
