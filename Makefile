@@ -10,7 +10,7 @@ VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-long test-vllm test-ray test-browser reference lint bench \
+.PHONY: help setup setup-vllm demo test test-long test-vllm test-ray test-browser docs reference lint bench \
 	crash-quick crash soak-ray soak-ranks soak
 .DELETE_ON_ERROR:
 
@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 	@rm -f $@
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,math,gym,ray,serve,lora,plot]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,math,gym,ray,serve,lora,plot,docs]'
 	@touch $@
 
 setup-vllm: $(VLLM_READY) ## vLLM for this CPU, in an environment of its own: .venv-vllm, with the versions of constraints-vllm.txt
@@ -42,15 +42,15 @@ $(VLLM_READY): constraints-vllm.txt
 	@touch $@
 
 demo: $(READY) ## train a model with the recipe quickstart, into runs/quickstart (-2, -3, ...)
-	$(BIN)/penstock train quickstart
+	$(BIN)/penstock train quickstart --curve
 
 # Both cores at work: one test process per core, and one thread in each, because threads that wait for a core that
 # another process holds are worse than none.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-OTHER_TIERS := --ignore tests/vllm --ignore tests/cluster --ignore tests/browser
+OTHER_TIERS := --ignore tests/vllm --ignore tests/cluster --ignore tests/browser --ignore tests/docs
 
-test: $(READY) ## all tests but the heavy tiers: test-long, crash-quick, test-ray, test-vllm, test-browser
+test: $(READY) ## all tests but the heavy tiers: test-long, crash-quick, test-ray, test-vllm, test-browser, docs
 	$(PYTEST) tests $(OTHER_TIERS) -m 'not crash_tier and not long_tier and not soak_tier'
 
 test-long: $(READY) ## simulations, crashes and kills at their full size, and the tests that take tens of seconds
@@ -68,6 +68,12 @@ test-browser: $(READY) ## the page in headless Chromium
 	@command -v chromium > /dev/null || { apt-get update -qq && apt-get install -y -qq chromium > /dev/null; } || \
 		{ echo "Chromium is needed: apt-get install chromium"; exit 1; }
 	$(BIN)/python -m pytest tests/browser
+
+# The line that is turned off is about the next major version of mkdocs, which constraints.txt does not install.
+docs: $(READY) ## the documentation as a site in build/site; every link and command in it is tried
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs
+	@echo "build/site/index.html"
 
 reference: $(READY) ## docs/reference.md from the code: every field, every metric
 	$(BIN)/python docs/make_reference.py
