@@ -12,7 +12,7 @@ VERIFIERS_VENV := .venv-verifiers
 VERIFIERS_READY := $(VERIFIERS_VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-verifiers demo test test-long test-vllm test-verifiers test-ray test-browser \
+.PHONY: help setup setup-vllm setup-verifiers demo test test-long test-vllm test-verifiers test-ray test-browser docs \
 	reference lint bench crash-quick crash soak-ray soak-ranks soak-judges soak
 .DELETE_ON_ERROR:
 
@@ -28,7 +28,7 @@ $(READY): pyproject.toml constraints.txt
 	@rm -f $@
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,math,gym,ray,serve,lora,plot]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,math,gym,ray,serve,lora,plot,docs]'
 	@touch $@
 
 setup-vllm: $(VLLM_READY) ## vLLM for this CPU, in an environment of its own: .venv-vllm, with the versions of constraints-vllm.txt
@@ -53,16 +53,16 @@ $(VERIFIERS_READY): constraints-verifiers.txt
 	@touch $@
 
 demo: $(READY) ## train a model with the recipe quickstart, into runs/quickstart (-2, -3, ...)
-	$(BIN)/penstock train quickstart
+	$(BIN)/penstock train quickstart --curve
 
 # Both cores at work: one test process per core, and one thread in each, because threads that wait for a core that
 # another process holds are worse than none. In the order of the tree: the long files come first, so that no core is
 # left alone with one of them at the end.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-OTHER_TIERS := --ignore tests/vllm --ignore tests/verifiers --ignore tests/cluster --ignore tests/browser
+OTHER_TIERS := --ignore tests/vllm --ignore tests/verifiers --ignore tests/cluster --ignore tests/browser --ignore tests/docs
 
-test: $(READY) ## all tests but the heavy tiers: test-long, crash-quick, test-ray, test-vllm, test-verifiers, test-browser
+test: $(READY) ## all tests but the heavy tiers: test-long, crash-quick, test-ray, test-vllm, test-verifiers, test-browser, docs
 	$(PYTEST) tests $(OTHER_TIERS) -m 'not crash_tier and not long_tier and not soak_tier'
 
 test-long: $(READY) ## simulations, crashes and kills at their full size, and the tests that take tens of seconds
@@ -83,6 +83,12 @@ test-browser: $(READY) ## the page in headless Chromium
 	@command -v chromium > /dev/null || { apt-get update -qq && apt-get install -y -qq chromium > /dev/null; } || \
 		{ echo "Chromium is needed: apt-get install chromium"; exit 1; }
 	$(BIN)/python -m pytest tests/browser
+
+# The line that is turned off is about the next major version of mkdocs, which constraints.txt does not install.
+docs: $(READY) ## the documentation as a site in build/site; every link and command in it is tried
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs
+	@echo "build/site/index.html"
 
 reference: $(READY) ## docs/reference.md from the code: every field, every metric
 	$(BIN)/python docs/make_reference.py

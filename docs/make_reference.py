@@ -1,9 +1,9 @@
-"""Writes `docs/reference.md`: every field of every configuration, every metric, what a resume may change.
+"""Writes `docs/reference.md`, every field of every configuration and what a resume may change, and `docs/metrics.md`.
 
     make reference
 
 All of it is read from the code: fields and their docstrings, `trainer/metric_names.py`, `trainer/config_changes.py`. A
-test compares the page with what this makes of the code as it is.
+test compares the pages with what this makes of the code as it is.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ import penstock
 from penstock.config import Config, dotted_name
 from penstock.rollout import SampleParams
 from penstock.trainer.config_changes import NEVER, harmless_fields
-from penstock.trainer.metric_names import METRICS
+from penstock.trainer.metric_names import METRICS, unit
 
 PAGE = Path(__file__).with_name("reference.md")
+METRICS_PAGE = Path(__file__).with_name("metrics.md")
 ROOMS = {
     "trainer": "The run",
     "engine": "Engines",
@@ -47,6 +48,16 @@ HEAD = """\
 Made from the code by `make reference`; do not edit it. A field is set where its configuration is made, or with `--set`
 by its path from the trainer on: `--set train.lr=2e-5`, `--set manager.tasks.0.weight=2`.
 """
+METRICS_HEAD = """\
+# Metrics
+
+Made from the code by `make reference`; do not edit it. One line per step (`kind` is `train`) and per evaluation
+(`eval`) in `metrics.jsonl`, and the same in every other [tracker](trackers.md). A name in angle brackets stands for
+what differs: a task, a reason, a number. `eval/greedy_...` are those of the greedy answers. What is not here is yours:
+of a loss function (`train/<name>`), of `compute_metric_func` (`eval/<name>`), or of a judger.
+
+A share is of 1. Nats are of the natural logarithm. "Since the last batch" is since the batch before was taken.
+"""
 
 
 def page() -> str:
@@ -58,7 +69,6 @@ def page() -> str:
         sections.append(f"## {ROOMS.get(room, room.replace('_', ' ').capitalize())}\n")
         sections += [section(found) for found in classes]
     sections.append(sampling())
-    sections.append(metrics())
     sections.append(changes())
     return "\n".join(sections)
 
@@ -99,14 +109,9 @@ def sampling() -> str:
     return "\n".join([*lines, ""])
 
 
-def metrics() -> str:
-    lines = [
-        "## Metrics\n",
-        "One line per step (`kind` is `train`) and per evaluation (`eval`) in `metrics.jsonl`, and",
-    ]
-    lines += ["the same in every other tracker. `eval/greedy_...` are those of the greedy answers.\n"]
-    lines += ["| metric | |", "|---|---|"]
-    lines += [f"| `{name}` | {text} |" for name, text in METRICS.items()]
+def metrics_page() -> str:
+    lines = [METRICS_HEAD, "| metric | unit | |", "|---|---|---|"]
+    lines += [f"| `{name}` | {unit(name)} | {_cell(text)} |" for name, text in METRICS.items()]
     return "\n".join([*lines, ""])
 
 
@@ -209,4 +214,5 @@ def _subclasses(cls: type[Config]) -> Iterator[type[Config]]:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
-    print(f"{PAGE} is written")
+    METRICS_PAGE.write_text(metrics_page(), encoding="utf-8")
+    print(f"{PAGE} and {METRICS_PAGE.name} are written")

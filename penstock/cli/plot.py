@@ -19,10 +19,14 @@ def add_to(commands: Any) -> None:
 
 
 def plot(options: argparse.Namespace) -> int:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise RefusedError("penstock plot needs matplotlib: pip install 'penstock[plot]'")
+    require_matplotlib("penstock plot")
     from penstock.view.plot import draw_curves
 
     draw_curves(options.runs, options.out, metric=options.metric)
     print(options.out)
     return 0
+
+
+def require_matplotlib(asked: str) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RefusedError(f"{asked} needs matplotlib: pip install 'penstock[plot]'")

@@ -13,6 +13,7 @@ from penstock.cli.command_file import CommandFile, joined, remembered_settings
 from penstock.cli.config_file import add_config, load_config
 from penstock.cli.loading import loading, make_observers, use_model_cache
 from penstock.cli.output import say
+from penstock.cli.plot import require_matplotlib
 from penstock.cli.run_directory import given_directory, is_taken, newest, next_free
 from penstock.cli.site import add_address, check_address, open_site
 from penstock.errors import ConfigError
@@ -47,11 +48,18 @@ def add_to(commands: Any) -> None:
         action="store_true",
         help="write where the time goes to profile.json in the run directory, for chrome://tracing or Perfetto",
     )
+    command.add_argument(
+        "--curve",
+        action="store_true",
+        help="draw reward and evaluations into curve.png in the run directory when it ends (needs the extra plot)",
+    )
     command.set_defaults(run=train)
 
 
 def train(options: argparse.Namespace) -> int:
     run_dir = _run_dir(options)
+    if options.curve:
+        require_matplotlib("--curve")
     if options.allow_change and options.resume is None:
         raise ConfigError("--allow-change goes with --resume; a new run may have any configuration")
     settings = joined(remembered_settings(run_dir), options.set) if options.resume is not None else options.set
@@ -85,6 +93,13 @@ def train(options: argparse.Namespace) -> int:
         place += " --trusted-network" if options.trusted_network else ""
         name, directory = shlex.quote(options.config), shlex.quote(str(run_dir))
         say(f"Resume with: penstock train {name}{place} --run-dir {directory} --resume")
+        return 0
+    if options.curve:
+        from penstock.view.plot import draw_curves
+
+        draw_curves([run_dir], run_dir / "curve.png")
+        say(f"The curves: {run_dir / 'curve.png'}")
+    say(f"Look at it with: penstock view {shlex.quote(str(run_dir))}")
     return 0
 
 

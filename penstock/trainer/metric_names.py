@@ -109,6 +109,40 @@ METRICS = {
 }
 
 
+UNITS = (
+    (r"(.*/)?(tokens|masked_tokens|trained_tokens|generated|tokens_<n>)", "tokens"),
+    (r"tokens/wasted(/.*)?", "tokens"),
+    (r".*tokens(_trained)?_per_s|tokens/.*_per_s", "tokens a second"),
+    (r"length/(mean|max)|eval/length", "tokens"),
+    (r".*_s|train/seconds/.*", "seconds"),
+    (
+        r".*(share|_share|clip_fraction_\w+|padding_share)|share/.*|train/(correction|rejected)/.*|.*/ess",
+        "share, 0 to 1",
+    ),
+    (r"eval/(accuracy|pass@<k>|avg@<k>)", "share, 0 to 1"),
+    (r"reward/.*|eval/score", "score"),
+    (r".*(kl|KL|mean_abs|max_abs|entropy)", "nats a token"),
+    (r"staleness/(mean|max)", "train steps"),
+    (r".*(ratio\w*|ratio/\w+|p99_to_p50)", "ratio"),
+    (r"train/(shared_prompts|fused|bfloat16)", "0 or 1"),
+    (r"train/(loss|grad_norm|lr)", "number"),
+    (r".*/(leftover|discarded)/.*|produce/(groups|failed|filtered)", "groups"),
+    (r"produce/rollouts|judger/(unjudged|cache_hits)", "rollouts"),
+    (r"eval/failed_prompts", "prompts"),
+    (r".*<figure>", "as the figure"),
+    (r"judger/\w+|turns/\w+|tools/\w+|train/micro_batches", "count"),
+)
+"""The first pattern that fits a name of `METRICS` says what it is counted in."""
+
+
+def unit(name: str) -> str:
+    """Of a name of `METRICS`. Raises KeyError for one that no pattern of `UNITS` fits: add one."""
+    for pattern, found in UNITS:
+        if re.fullmatch(pattern, name):
+            return found
+    raise KeyError(f"{name} has no unit; add a pattern to UNITS")
+
+
 def meaning(metric: str) -> str | None:
     """What a metric of a run is; None for one that is not known here."""
     metric = metric.replace("eval/greedy_", "eval/", 1)

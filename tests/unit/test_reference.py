@@ -1,4 +1,4 @@
-"""`docs/reference.md` is what the code says, all of it."""
+"""`docs/reference.md` and `docs/metrics.md` are what the code says, all of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from penstock.config import Config
-from penstock.trainer.metric_names import METRICS, meaning
+from penstock.trainer.metric_names import METRICS, meaning, unit
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,8 +24,9 @@ def maker() -> ModuleType:
     return module
 
 
-def test_the_page_is_what_the_code_makes_of_it(maker: ModuleType) -> None:
+def test_the_pages_are_what_the_code_makes_of_it(maker: ModuleType) -> None:
     assert maker.PAGE.read_text() == maker.page(), "run `make reference`"
+    assert maker.METRICS_PAGE.read_text() == maker.metrics_page(), "run `make reference`"
 
 
 def test_every_field_is_on_the_page_and_says_what_it_is(maker: ModuleType) -> None:
@@ -56,6 +57,16 @@ def test_every_metric_that_is_explained_is_made_somewhere(metric: str) -> None:
     last = next(part for part in reversed(re.split(r"<[^>]+>|/", metric)) if part)
     others = (path for path in (ROOT / "penstock").rglob("*.py") if path.name != "metric_names.py")
     assert any(last in path.read_text() for path in others)
+
+
+def test_every_metric_has_a_unit() -> None:
+    units = {name: unit(name) for name in METRICS}
+    assert units["tokens/generated_per_s"] == "tokens a second" and units["tokens/wasted"] == "tokens"
+    assert units["train/seconds/<part>"] == units["time/step_s"] == "seconds"
+    assert units["train/mismatch/ess"] == units["length/truncated_share"] == "share, 0 to 1"
+    assert units["train/mismatch/ratio_max"] == units["train/ratio/max"] == "ratio"
+    with pytest.raises(KeyError, match="has no unit"):
+        unit("something/else")
 
 
 def test_a_metric_of_a_run_is_found_by_its_pattern() -> None:
