@@ -257,7 +257,9 @@ class Learner:
         save_adapter(self.model, self._config.lora, str(self._model_dir), directory / "adapter")
 
     def _require_same_weights(self) -> None:
-        found = with_pool(lambda pool: tensors_checksum(dict(weights_of(self.model)), pool))
+        # All of them: with LoRA `weights_of` is the adapter alone, which begins alike on whatever base.
+        tensors = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+        found = with_pool(lambda pool: tensors_checksum(tensors, pool))
         if not self._peers.all_equal(bytes.fromhex(found)):
             raise ModelError(f"{self._model_dir}: the ranks found different weights there; every node needs the same")
 

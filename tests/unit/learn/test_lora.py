@@ -19,6 +19,11 @@ from penstock.errors import CheckpointError, ModelError
 from penstock.learn import LoRAConfig, TrainWorkerConfig
 from penstock.learn.batch import TrainBatch, prepare_batch
 from penstock.learn.lora import adapters_of, attach, own_tensors
+
+
+from penstock.learn.learner import Learner
+from penstock.learn.lora import adapters_of
+from penstock.learn.peers import Alone
 from penstock.learn.worker import TorchTrainWorker
 from penstock.rollout import Group
 
@@ -112,6 +117,37 @@ def test_a_run_goes_on_from_the_saved_adapter_to_the_bit(
     train(first, batch)
     train(second, batch)
     assert np.array_equal(scores(first, batch), scores(second, batch))
+
+
+class OfTwo(Alone):
+    """The first of two ranks, of which the other gave `theirs`."""
+
+    size = 2
+
+    def __init__(self, theirs: bytes | None = None) -> None:
+        self.theirs = theirs
+        self.own = b""
+
+    def all_equal(self, digest: bytes) -> bool:
+        self.own = digest
+        return self.theirs in (None, digest)
+
+
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=4)])
+def test_ranks_that_found_different_weights_are_refused_with_an_adapter_too(
+    tiny_model: Callable[..., Any], tmp_path: Path, lora: LoRAConfig | None
+) -> None:
+    config = TrainWorkerConfig(lora=lora)
+    first = OfTwo()
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    Learner(config, tmp_path, total_steps=1, threads=1, peers=first)
+    Learner(config, tmp_path, total_steps=1, threads=1, peers=OfTwo(first.own))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5] += 1.0
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="the ranks found different weights there"):
+        Learner(config, tmp_path, total_steps=1, threads=1, peers=OfTwo(first.own))
 
 
 def test_an_adapter_of_another_rank_is_refused(model_dir: Path, tmp_path: Path) -> None:
