@@ -18,11 +18,8 @@ from penstock.cli.config_file import load_config
 from penstock.errors import CheckpointError, ModelError
 from penstock.learn import LoRAConfig, TrainWorkerConfig
 from penstock.learn.batch import TrainBatch, prepare_batch
-from penstock.learn.lora import adapters_of, attach, own_tensors
-
-
 from penstock.learn.learner import Learner
-from penstock.learn.lora import adapters_of
+from penstock.learn.lora import adapters_of, attach, own_tensors
 from penstock.learn.peers import Alone
 from penstock.learn.worker import TorchTrainWorker
 from penstock.rollout import Group
