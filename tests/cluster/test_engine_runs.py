@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import tempfile
@@ -47,23 +48,34 @@ CAME_BACK = ["lost", "fenced", "recovering", "recovered", "active"]
 """What is told of an engine that was killed, in some order: two watch it."""
 
 
-def test_a_killed_engine_and_a_killed_controller_cost_time_and_nothing_else(in_process, start, cluster):
+def test_a_killed_actor_of_every_kind_costs_time_and_nothing_else(in_process, start, cluster):
     """One of each: without its recovery the run could not end."""
     process, run = start("train", "tiny-ray", "--address", cluster.address, *settings(*SAME, *all_with(1)))
-    for steps, name in ((2, "engine-0"), (5, "rollout-controller"), (8, "engine-0")):
+    killed = []
+    for steps, kind in ((1, "agent loop"), (3, "judger"), (5, "engine-0"), (7, "rollout-controller"), (9, "engine-0")):
         wait_for_steps(process, run, steps)
-        kill(actors(cluster)[name])
+        ((name, pid),) = [(name, pid) for name, pid in actors(cluster).items() if name.startswith(kind)]
+        kill(pid)
+        killed.append(name)
     output, _ = process.communicate(timeout=280)
     assert process.returncode == 0, output
     require_whole(run)
+    # A rollout that is played again draws the same random numbers.
     assert weights(run) == weights(in_process)
     words = story(run)
-    assert of(words, "rollout-controller") == ["lost", "recovered"]
+    for name in killed[0], killed[1], "rollout-controller":
+        assert of(words, name) == ["lost", "recovered"]
     engine = of(words, "engine-0")
     assert engine[0] == "active", "it starts"
     # Two kills, and one controller that finds it serving.
     assert sorted(engine[1:]) == sorted([*CAME_BACK, *CAME_BACK, "active"])
-    assert {word.rpartition(" ")[0] for word in words} == {"engine-0", "rollout-controller"}
+    assert {word.rpartition(" ")[0] for word in words} == set(killed)
+    recovered = [kept.event for kept in read_events(run / "events.jsonl") if isinstance(kept.event, ActorRecovered)]
+    assert all(event.seconds > 0 for event in recovered)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["actors_lost"] == len(killed)
+    assert summary["actor_seconds_lost"] == pytest.approx(sum(event.seconds for event in recovered))
+    assert 0 < summary["effective_time_ratio"] < 1
     assert leftovers(cluster) == []
 
 

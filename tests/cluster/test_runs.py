@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import ray
 from cluster.conftest import leftovers
-from cluster.hosted import kill
 
 from penstock.cluster.session import connect
 from penstock.events import ActorLost, ActorRecovered
@@ -121,30 +120,6 @@ def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> Non
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def test_a_killed_loop_and_a_killed_judger_cost_time_and_nothing_else(in_process, start, cluster):
-    """One actor of each: without its recovery the run could not end."""
-    process, run = start("train", "tiny-ray", "--address", cluster.address, *settings(*SAME, *with_actors(1)))
-    expected = []
-    for steps, kind in ((2, "agent loop"), (5, "judger")):
-        wait_for_steps(process, run, steps)
-        ((name, pid),) = [(name, pid) for name, pid in actors(cluster).items() if name.startswith(kind)]
-        kill(pid)
-        expected += [("ActorLost", name), ("ActorRecovered", name)]
-    output, _ = process.communicate(timeout=280)
-    assert process.returncode == 0, output
-    assert told(run) == expected
-    require_whole(run)
-    # A rollout that is played again draws the same random numbers.
-    assert weights(run) == weights(in_process)
-    recovered = [kept.event for kept in read_events(run / "events.jsonl") if isinstance(kept.event, ActorRecovered)]
-    assert all(event.seconds > 0 for event in recovered)
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["actors_lost"] == 2
-    assert summary["actor_seconds_lost"] == pytest.approx(sum(event.seconds for event in recovered))
-    assert 0 < summary["effective_time_ratio"] < 1
-    assert leftovers(cluster) == []
 
 
 def test_what_does_not_fit_is_refused_before_anything_starts(start, cluster):
