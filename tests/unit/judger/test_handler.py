@@ -94,6 +94,18 @@ def test_names_that_lead_nowhere_are_problems(rewards, make_config):
         assert reason in problem, handler
 
 
+def test_a_file_that_ends_its_process_when_it_is_imported_is_a_problem_and_nothing_ends(make_config, tmp_path):
+    (tmp_path / "script.py").write_text("import sys\nsys.exit('usage: script.py')\n")
+    with pytest.raises(ConfigError, match=r"script.py:judge' cannot be loaded: raised SystemExit: usage"):
+        make_config(f"{tmp_path}/script.py:judge").check()
+
+
+def test_a_generator_is_refused(make_config, tmp_path):
+    (tmp_path / "rewards.py").write_text("def judge(response, label, extra_info):\n    yield 1.0\n")
+    with pytest.raises(ConfigError, match="judge is a generator; it must return"):
+        make_config(f"{tmp_path}/rewards.py:judge").check()
+
+
 def test_a_missing_extra_is_a_problem_that_says_what_to_install(rewards, make_config):
     assert problems(make_config(math_equal)) == []
     rewards.length.penstock_needs = (("no_such_package", "math"),)
