@@ -16,6 +16,7 @@ from typing import Any
 
 from penstock.config import dotted_name
 from penstock.errors import ConfigError
+from penstock.judger import rewards
 from penstock.judger.calling import Calling, Merging
 from penstock.judger.worker import Kind, Setup, describe_error, load_function
 
@@ -83,7 +84,8 @@ def _named(handler: str) -> Setup:
         return Setup(file=str(Path(home).resolve()), name=name)
     module, _, name = handler.replace(":", ".").rpartition(".")
     if not module:
-        raise ConfigError(f"{handler!r} names no module; write 'package.module.name' or 'file.py:name'")
+        known = f" Penstock's own is '{rewards.__name__}.{name}'." if hasattr(rewards, name) else ""
+        raise ConfigError(f"{handler!r} names no module; write 'package.module.name' or 'file.py:name'.{known}")
     return Setup(module=module, name=name)
 
 

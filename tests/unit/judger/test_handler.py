@@ -89,6 +89,7 @@ def test_names_that_lead_nowhere_are_problems(rewards, make_config):
         (f"{rewards.__file__}:missing", "AttributeError"),
         (f"{rewards.__file__}:not_a_function", "not a function"),
         ("reward", "names no module"),
+        ("exact_match", "Penstock's own is 'penstock.judger.rewards.exact_match'"),
     ]:
         (problem,) = problems(make_config(handler))
         assert reason in problem, handler
