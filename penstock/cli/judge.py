@@ -28,6 +28,11 @@ def add_to(commands: Any) -> None:
 
 
 def judge(options: argparse.Namespace) -> None:
+    if options.trajectories.is_dir():
+        raise ConfigError(
+            f"--trajectories is {options.trajectories}, a directory; name one file, as in "
+            "runs/tiny/trajectories/step-000001.jsonl"
+        )
     if not options.trajectories.is_file():
         raise ConfigError(f"--trajectories is {options.trajectories}; there is no such file")
     # The judge's own parts are checked when it is built; the datasets of the tasks are not needed.

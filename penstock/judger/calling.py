@@ -154,6 +154,19 @@ class Columns(Calling):
                 yield f"has the parameter {name!r} by position only; TRL calls by name"
 
 
+class Merging:
+    """How a merge function is called: (verdicts), or (verdicts, weights)."""
+
+    def __init__(self, *, weighted: bool) -> None:
+        self._weighted = weighted
+
+    def problems(self, function: Callable[..., Any]) -> Iterator[str]:
+        if self._weighted:
+            yield from _bind_problems(function, [{}, {}], "called as (verdicts, weights), because weights are given")
+        else:
+            yield from _bind_problems(function, [{}], "called as (verdicts), because no weights are given")
+
+
 def told(rollout: RolloutState) -> dict[str, Any]:
     """The row's extra information; of a rollout with several turns also who said what."""
     extra_info = dict(rollout.extra_info)

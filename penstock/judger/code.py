@@ -67,6 +67,11 @@ class CodeJudgerConfig(ContractConfig):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.test_timeout_s > self.tests_timeout_s:
+            yield (
+                f"test_timeout_s is {self.test_timeout_s:g}; it must not be above tests_timeout_s, the time for all "
+                f"tests, which is {self.tests_timeout_s:g}"
+            )
         if self.tests_timeout_s + GRACE_S >= self.timeout_s:
             yield (
                 f"tests_timeout_s is {self.tests_timeout_s:g} and timeout_s {self.timeout_s:g}; slow code must end "

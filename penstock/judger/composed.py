@@ -12,6 +12,7 @@ import pydantic
 from penstock.config import nearest
 from penstock.errors import ConfigError
 from penstock.judger.breaker import Debut
+from penstock.judger.calling import Merging
 from penstock.judger.config import JudgerConfig, build_part, output_of
 from penstock.judger.contract import Seconds
 from penstock.judger.failure import CallFailed
@@ -80,7 +81,8 @@ class ComposedJudgerConfig(JudgerConfig):
         if self.merge is not None:
             if not self.all_of:
                 yield "merge is given and all_of is empty; branches are not merged"
-            yield from handler_problems(self.merge, field="merge")
+            merging = Merging(weighted=bool(self.weights))
+            yield from handler_problems(self.merge, field="merge", calling=lambda _: merging)
         if self.weights and set(self.weights) != set(self.all_of):
             yield f"weights names {sorted(self.weights)}; it must name all_of's {sorted(self.all_of)}"
 

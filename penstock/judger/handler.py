@@ -16,7 +16,8 @@ from typing import Any
 
 from penstock.config import dotted_name
 from penstock.errors import ConfigError
-from penstock.judger.calling import Calling
+from penstock.judger import rewards
+from penstock.judger.calling import Calling, Merging
 from penstock.judger.worker import Kind, Setup, describe_error, load_function
 
 Handler = Callable[..., Any] | str
@@ -33,7 +34,7 @@ def resolve_handler(handler: Handler) -> Callable[..., Any]:
         return handler
     try:
         return load_function(_named(handler))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends when it is imported must not end this process
         raise ConfigError(f"{handler!r} cannot be loaded: {describe_error(error)}") from error
 
 
@@ -55,7 +56,7 @@ def locate_handler(handler: Handler, *, kind: Kind = "judge", hooks: tuple[str, 
     )
 
 
-def handler_problems(handler: Handler, *, field: str, calling: Callable[[Any], Calling] | None = None) -> Iterator[str]:
+def handler_problems(handler: Handler, *, field: str, calling: Callable[[Any], Calling | Merging]) -> Iterator[str]:
     """Why this function cannot be used, for `Config.problems`. `calling` says how it is called."""
     try:
         function = resolve_handler(handler)
@@ -64,7 +65,9 @@ def handler_problems(handler: Handler, *, field: str, calling: Callable[[Any], C
     except ConfigError as error:
         yield from (f"{field}: {problem}" for problem in error.problems)
         return
-    for problem in calling(function).problems(function) if calling is not None else ():
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        yield f"{field}: {dotted_name(function)} is a generator; it must return what it has to say, and not yield it"
+    for problem in calling(function).problems(function):
         yield f"{field}: {dotted_name(function)} {problem}"
     for module, extra in getattr(function, "penstock_needs", ()):
         if importlib.util.find_spec(module) is None:
@@ -81,7 +84,8 @@ def _named(handler: str) -> Setup:
         return Setup(file=str(Path(home).resolve()), name=name)
     module, _, name = handler.replace(":", ".").rpartition(".")
     if not module:
-        raise ConfigError(f"{handler!r} names no module; write 'package.module.name' or 'file.py:name'")
+        known = f" Penstock's own is '{rewards.__name__}.{name}'." if hasattr(rewards, name) else ""
+        raise ConfigError(f"{handler!r} names no module; write 'package.module.name' or 'file.py:name'.{known}")
     return Setup(module=module, name=name)
 
 

@@ -15,8 +15,10 @@ import itertools
 import math
 import re
 import string
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+import msgspec
 
 from penstock.errors import ConfigError
 from penstock.judger.asking import Asker, EndpointAsker, EngineAsker, seed_of
@@ -64,10 +66,18 @@ class LLMConfig(ServiceConfig):
         yield from super().problems()
         if self.base_url is not None:
             yield from url_problems(self.base_url, "base_url")
+            if self.base_url.rstrip("/").endswith("/chat/completions"):
+                yield f"base_url is {self.base_url!r}; it ends before /chat/completions, which is added"
             if not self.model:
                 yield "base_url is given and model is empty; an endpoint is asked for a model by name"
         elif foreign := sorted({"model", "api_key", "headers", "extra_body"} & self.model_fields_set):
             yield f"{' and '.join(foreign)} given without base_url; the engines of this run need none"
+        if set_here := sorted({"messages", "stream", "n"} & set(self.extra_body)):
+            yield f"extra_body has {' and '.join(set_here)}; the judge's question and one whole answer are not replaced"
+        try:
+            msgspec.json.encode(self.extra_body)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            yield f"extra_body cannot be sent as JSON: {error}"
         yield from _template_problems(self.template, self.placeholders)
 
     def build(self, placement: Placement = Local()) -> Judger:  # noqa: B008 - it has no state
@@ -113,6 +123,8 @@ class LLMJudgerConfig(LLMConfig):
         yield from _pattern_problems(self.pattern)
         if self.min_score >= self.max_score:
             yield f"min_score is {self.min_score:g}; it must be below max_score, which is {self.max_score:g}"
+        if "pattern" not in self.model_fields_set:
+            yield from _word_problems(self.choices, self.pattern, "choices")
         for word, score in self.choices.items():
             if not self.min_score <= score <= self.max_score:
                 yield f"choices[{word!r}] is {score:g}, outside of min_score and max_score"
@@ -146,6 +158,8 @@ class PairwiseJudgerConfig(LLMConfig):
         yield from _pattern_problems(self.pattern)
         if len(set(self.words)) != 3:
             yield f"words is {self.words}; they must differ"
+        if "pattern" not in self.model_fields_set:
+            yield from _word_problems(self.words, self.pattern, "words")
 
     def _kind(self) -> type[LLMBased]:
         return PairwiseJudger
@@ -297,11 +311,13 @@ class RankingJudger(LLMBased):
     async def call(self, group: Group, turn: Try) -> list[Answer]:
         answers = "\n\n".join(f"[Answer {i}]\n{rollout.response_text}" for i, rollout in enumerate(group, start=1))
         said = await self._said(group[0], turn, answers=answers, count=len(group))
-        order = [int(number) for number in re.findall(r"\d+", self._found(self._config.pattern, said))]
-        if sorted(order) != list(range(1, len(group) + 1)):
-            raise CallFailed("abstention", f"the judge ranked {order}; each of 1 to {len(group)} belongs there once")
+        # As text: a number may have more digits than Python makes one of.
+        order = [number.lstrip("0") for number in re.findall(r"\d+", self._found(self._config.pattern, said))]
+        if sorted(order) != sorted(str(i) for i in range(1, len(group) + 1)):
+            ranked = ", ".join(order)[:100]
+            raise CallFailed("abstention", f"the judge ranked [{ranked}]; each of 1 to {len(group)} belongs there once")
         behind = len(group) - 1
-        return [Verdict((behind - order.index(i)) / behind, text=said) for i in range(1, len(group) + 1)]
+        return [Verdict((behind - order.index(str(i))) / behind, text=said) for i in range(1, len(group) + 1)]
 
 
 def conversation(rollout: RolloutState) -> str:
@@ -325,8 +341,21 @@ def _template_problems(template: str, needed: frozenset[str]) -> Iterator[str]:
         return
     if unknown := sorted(found - known):
         yield f"template has {{{unknown[0]}}}; there is {', '.join(f'{{{name}}}' for name in sorted(known))}"
+    else:
+        try:
+            template.format(**(dict.fromkeys(known, "text") | {"count": 2}))
+        except (ValueError, LookupError) as error:
+            yield f"template cannot be filled in: {error}"
     if missing := sorted(needed - found):
         yield f"template has no {' and no '.join(f'{{{name}}}' for name in missing)}"
+
+
+def _word_problems(words: Iterable[str], pattern: str, field: str) -> Iterator[str]:
+    """Of words that the pattern that comes with the judge never finds."""
+    for word in words:
+        if re.fullmatch(pattern, f"[[{word}]]") is None:
+            yield f"{field} has {word!r}, which {pattern!r} never finds; give pattern too"
+            return
 
 
 def _pattern_problems(pattern: str) -> Iterator[str]:

@@ -32,6 +32,7 @@ from penstock.judger.worker import Arguments, Reply, Setup
 
 WATCH_INTERVAL_S = 0.1
 """How often a running call's process is looked at: alive, and within its memory."""
+PAGE = os.sysconf("SC_PAGE_SIZE")
 MAX_FRAME = 4 << 20
 """A worker's longest frame. Replies are checked in the worker; more than this is not a reply."""
 
@@ -168,10 +169,18 @@ class Worker:
     def memory(self) -> int:
         """Resident bytes; 0 where the system does not say."""
         try:
-            pages = Path(f"/proc/{self.process.pid}/statm").read_bytes().split()[1]
+            statm = os.open(
+                f"/proc/{self.process.pid}/statm", os.O_RDONLY
+            )  # after every call: pathlib takes four times as long
+        except OSError:
+            return 0
+        try:
+            pages = os.read(statm, 256).split()[1]
         except (OSError, IndexError):
             return 0
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+        finally:
+            os.close(statm)
+        return int(pages) * PAGE
 
     def kill(self) -> None:
         """End the process and all it started. Never waits; a second call does nothing, its id may be another's then."""

@@ -12,6 +12,7 @@ With `per_group` a group goes in one request, `"responses": [...]` in place of `
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -30,6 +31,8 @@ from penstock.rollout import Group
 
 MAY_PASS = (408, 409, 425, 429)
 """Client errors that another try may not meet."""
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_HEADER_VALUE = re.compile(r"[\x21-\x7e](?:[\x20-\x7e\t]*[\x21-\x7e])?|")
 SHOWN_BYTES = 300
 """Of an answer that is refused."""
 
@@ -45,6 +48,20 @@ class ServiceConfig(ContractConfig):
     """Sent as `Authorization: Bearer`."""
     max_answer_bytes: Count = 1 << 20
     """Of a service's answer; a longer one is none."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        for name, value in self.headers.items():
+            if not _HEADER_NAME.fullmatch(name):
+                yield f"headers has {name!r}, which is no name of a header: letters, digits and hyphens"
+            # What it is instead is not said: it may be a secret.
+            if not _HEADER_VALUE.fullmatch(value.get_secret_value()):
+                yield f"headers[{name!r}] has a line break, a space at an end or a character that no header can have"
+        if self.api_key is not None and not _HEADER_VALUE.fullmatch(self.api_key.get_secret_value() or "\n"):
+            yield (
+                "api_key is empty, or has a line break or another character that no header can have; "
+                "strip it if it was read from a file"
+            )
 
 
 class Service:
@@ -73,8 +90,9 @@ class Service:
             raise CallFailed("busy", f"all {self._slots.size} concurrent calls were taken") from None
 
     async def _exchange(self, body: bytes) -> bytes:
-        client = self._take()
+        client = None
         try:
+            client = self._take()
             async with client.stream("POST", self._url, content=body) as response:
                 if "content-encoding" in response.headers:
                     encoding = response.headers["content-encoding"]
@@ -85,7 +103,7 @@ class Service:
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, ValueError) as error:
             raise CallFailed("service", f"no answer from {self._url}: {type(error).__name__}: {error}"[:500]) from None
         finally:
-            if client in self._clients:
+            if client is not None and client in self._clients:
                 self._idle.append(client)
 
     async def _read(self, response: httpx.Response) -> bytes:
@@ -156,8 +174,14 @@ def url_problems(url: str, field: str) -> Iterator[str]:
     except (httpx.InvalidURL, TypeError) as error:
         yield f"{field} is {url!r}; it is no URL: {error}"
         return
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+    if parsed.userinfo:
+        shown = url.replace(parsed.userinfo.decode(), "...")
+        yield f"{field} is {shown!r}; a password does not belong there: give api_key or headers, which nothing shows"
+        return
+    if parsed.scheme not in ("http", "https") or not parsed.host or re.search(r"\s", url):
         yield f"{field} is {url!r}; it must begin with http:// or https:// and name a host"
+    elif parsed.port is not None and not 1 <= parsed.port <= 65535:
+        yield f"{field} is {url!r}; a port is from 1 to 65535"
 
 
 class HTTPJudgerConfig(ServiceConfig):

@@ -26,11 +26,14 @@ class Slots:
         if loop is not self._loop:
             self._loop, self._semaphore = loop, asyncio.Semaphore(self.size)
         semaphore = self._semaphore
-        try:
-            async with asyncio.timeout_at(until):
-                await semaphore.acquire()
-        except TimeoutError:
-            raise NoSlot from None
+        if semaphore.locked():
+            try:
+                async with asyncio.timeout_at(until):
+                    await semaphore.acquire()
+            except TimeoutError:
+                raise NoSlot from None
+        else:
+            await semaphore.acquire()  # at once, so without the cost of a deadline
         try:
             yield
         finally:

@@ -36,6 +36,8 @@ import msgspec
 
 MAX_RESULT = 1 << 20
 """Characters of text in one result; more is a judge gone wrong."""
+MAX_PARTS = 100
+"""Of a verdict; more is a judge that names its parts after the answer."""
 MAX_REASON = 500
 MAX_PRINTED = 64 << 20
 """Bytes in a file of what is printed; a function that prints on and on does not fill the disk."""
@@ -120,6 +122,8 @@ def as_reply(value: Any) -> Reply:
             if not math.isfinite(number):
                 return {"unjudged": f"returned {number} as part {_shorten(name)}; a part must be finite"}
             parts[str(name)] = number
+        if len(parts) > MAX_PARTS:
+            return {"unjudged": f"returned {len(parts)} parts; at most {MAX_PARTS} are taken, each is a metric"}
     number = _as_number(score)
     if number is None:
         return {"unjudged": f"returned {_shorten(score)} ({type(score).__name__}); a score must be a number"}

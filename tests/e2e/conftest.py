@@ -44,7 +44,8 @@ def penstock(model_cache, tmp_path):
     for process in started:
         if process.poll() is None:
             process.kill()
-            process.communicate()
+        process.wait()
+        process.stdout.close()
 
 
 @pytest.fixture(scope="session")

@@ -98,6 +98,8 @@ def test_what_cannot_be_judged_again_is_refused(tmp_path, capsys):
     path, config = saved(tmp_path), run_file(tmp_path)
     assert main(["judge", config, "--trajectories", str(tmp_path / "none.jsonl")]) == 2
     assert "there is no such file" in capsys.readouterr().err
+    assert main(["judge", config, "--trajectories", str(tmp_path)]) == 2
+    assert "a directory; name one file" in capsys.readouterr().err
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"rollout_id": 3}\n')
     assert main(["judge", config, "--trajectories", str(broken)]) == 2

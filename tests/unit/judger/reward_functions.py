@@ -135,6 +135,7 @@ def strange(response, label, extra_info):
         "huge int": 10**400,
         "complex": 1j,
         "part nan": {"score": 1.0, "style": float("nan")},
+        "many parts": {"score": 1.0} | {f"part {index}": 1.0 for index in range(101)},
         "score string": {"score": "0.5"},
         "surrogate": {"score": 1.0, "text": "\ud800"},
         "no repr": Unshowable(),

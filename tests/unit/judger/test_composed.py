@@ -95,6 +95,11 @@ def test_what_cannot_work_together_is_refused(rewards):
         ({"branches": {"a": rewards.length}, "merge": rewards.average}, "branches are not merged"),
         ({"all_of": {"a": rewards.length}, "merge": lambda verdicts: 1.0}, "lambda"),
         ({"all_of": {"a": rewards.length}, "merge": weighted_sum, "weights": {"b": 1.0}}, "must name all_of's"),
+        ({"all_of": {"a": rewards.length}, "merge": weighted_sum}, "no weights are given: missing .* 'weights'"),
+        (
+            {"all_of": {"a": rewards.length}, "merge": rewards.average, "weights": {"a": 1.0}},
+            "because weights are given: too many",
+        ),
         ({"branches": {"a": as_judger_config({"b": rewards.length})}}, "does not serve 'a'"),
     ]:
         with pytest.raises(ConfigError, match=reason):

@@ -89,9 +89,22 @@ def test_names_that_lead_nowhere_are_problems(rewards, make_config):
         (f"{rewards.__file__}:missing", "AttributeError"),
         (f"{rewards.__file__}:not_a_function", "not a function"),
         ("reward", "names no module"),
+        ("exact_match", "Penstock's own is 'penstock.judger.rewards.exact_match'"),
     ]:
         (problem,) = problems(make_config(handler))
         assert reason in problem, handler
+
+
+def test_a_file_that_ends_its_process_when_it_is_imported_is_a_problem_and_nothing_ends(make_config, tmp_path):
+    (tmp_path / "script.py").write_text("import sys\nsys.exit('usage: script.py')\n")
+    with pytest.raises(ConfigError, match=r"script.py:judge' cannot be loaded: raised SystemExit: usage"):
+        make_config(f"{tmp_path}/script.py:judge").check()
+
+
+def test_a_generator_is_refused(make_config, tmp_path):
+    (tmp_path / "rewards.py").write_text("def judge(response, label, extra_info):\n    yield 1.0\n")
+    with pytest.raises(ConfigError, match="judge is a generator; it must return"):
+        make_config(f"{tmp_path}/rewards.py:judge").check()
 
 
 def test_a_missing_extra_is_a_problem_that_says_what_to_install(rewards, make_config):

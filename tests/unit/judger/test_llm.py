@@ -168,7 +168,7 @@ def test_answers_are_ranked(answered):
     verdicts, (asked,), _ = judged(RankingJudgerConfig, lambda question: "Ranking: [[2, 3, 1]]", group)
     assert [verdict.score for verdict in verdicts] == [0.0, 1.0, 0.5]
     assert "[Answer 2]\nbbb" in asked["messages"][0]["content"]
-    for said in ("[[2, 3]]", "[[1, 2, 2]]", "[[1, 2, 3, 4]]", "[[1, 2, 3]] no: [[3, 2, 1]]"):
+    for said in ("[[2, 3]]", "[[1, 2, 2]]", "[[1, 2, 3, 4]]", "[[1, 2, 3]] no: [[3, 2, 1]]", f"[[{'9' * 5000}]]"):
         answers, _, _ = judged(RankingJudgerConfig, lambda question, said=said: said, group)
         assert all(isinstance(answer, Unjudged) for answer in answers)
 
@@ -178,6 +178,9 @@ def test_an_answer_without_siblings_cannot_be_compared(answered, kind):
     (answer,), asked, _ = judged(kind, better, [answered("a")])
     assert "there is no sibling" in answer.reason
     assert asked == []
+
+
+ENDPOINT = {"base_url": "http://h/v1", "model": "m"}
 
 
 @pytest.mark.parametrize(
@@ -193,6 +196,13 @@ def test_an_answer_without_siblings_cannot_be_compared(answered, kind):
         (LLMJudgerConfig, {"base_url": "nowhere", "model": "m"}, "base_url is 'nowhere'"),
         (LLMJudgerConfig, {"base_url": "http://h"}, "model is empty"),
         (LLMJudgerConfig, {"model": "m"}, "without base_url"),
+        (LLMJudgerConfig, {"template": "{response:d}"}, "template cannot be filled in: Unknown format code 'd'"),
+        (LLMJudgerConfig, {"template": "{response.real}"}, r"template has \{response.real\}"),
+        (LLMJudgerConfig, {"choices": {"good": 1}}, "choices has 'good', which .* never finds; give pattern too"),
+        (LLMJudgerConfig, ENDPOINT | {"base_url": "http://h/v1/chat/completions"}, "which is added"),
+        (LLMJudgerConfig, ENDPOINT | {"extra_body": {"n": 2, "messages": []}}, "extra_body has messages and n"),
+        (LLMJudgerConfig, ENDPOINT | {"extra_body": {"x": object()}}, "extra_body cannot be sent as JSON"),
+        (PairwiseJudgerConfig, {"words": ("first", "second", "tie")}, "words has 'first', which .* never finds"),
         (PairwiseJudgerConfig, {"words": ("A", "A", "C")}, "must differ"),
         (PairwiseJudgerConfig, {"template": "{first}"}, r"template has no \{second\}"),
         (RankingJudgerConfig, {"template": "{prompt}"}, r"template has no \{answers\}"),

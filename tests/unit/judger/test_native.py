@@ -47,6 +47,7 @@ def test_a_dict_becomes_a_verdict_with_its_numbers_as_parts(rewards, make_config
         ("missing", "without 'score'"),
         ("huge", "characters"),
         ("part nan", "part 'style'"),
+        ("many parts", "returned 101 parts; at most 100"),
         ("unknown", "raised KeyError"),
         ("surrogate", "cannot be sent"),
         ("raise surrogate", "raised ValueError: ?"),
@@ -65,7 +66,16 @@ def strange_answers(rewards):
     from penstock.rollout import new_rollout
 
     commands = ["nan", "inf", "string", "none", "missing", "huge", "list", "complex", "unknown"]
-    commands += ["huge string", "huge int", "part nan", "score string", "surrogate", "raise surrogate", "no repr"]
+    commands += [
+        "huge string",
+        "huge int",
+        "part nan",
+        "score string",
+        "surrogate",
+        "raise surrogate",
+        "no repr",
+        "many parts",
+    ]
     rollouts = []
     for command in commands:
         rollouts.append(new_rollout("question"))

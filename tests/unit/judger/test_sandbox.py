@@ -309,6 +309,8 @@ def test_a_sandbox_that_cannot_be_had_is_refused():
         find_walls(SandboxConfig(kind="namespaces", python="/bin/false"))
     with pytest.raises(ConfigError, match="tests_timeout_s is 60 and timeout_s 30"):
         CodeJudgerConfig(timeout_s=30).check()
+    with pytest.raises(ConfigError, match="test_timeout_s is 100; it must not be above tests_timeout_s"):
+        CodeJudgerConfig(test_timeout_s=100).check()
 
 
 def test_a_row_without_tests_is_unjudged_and_the_sandbox_is_not_asked(answer):

@@ -159,10 +159,29 @@ def test_one_judger_serves_one_loop_after_another(answered):
     asyncio.run(judger.close())
 
 
-@pytest.mark.parametrize("url", ["", "127.0.0.1:80", "ftp://host/", "http://", "http:///path"])
+@pytest.mark.parametrize(
+    "url", ["", "127.0.0.1:80", "ftp://host/", "http://", "http:///path", "http://h h/", "http://h:99999/"]
+)
 def test_what_is_no_address_is_refused(url):
     with pytest.raises(ConfigError, match="url is"):
         HTTPJudgerConfig(url=url).check()
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"url": "http://user:pw-hidden@h/"}, "a password does not belong there"),
+        ({"api_key": "sk-hidden\n"}, "strip it if it was read from a file"),
+        ({"api_key": ""}, "api_key is empty"),
+        ({"headers": {"x-team": "hidden\r\nother: 1"}}, r"headers\['x-team'\] has a line break"),
+        ({"headers": {"x-team": "hidd\u00e9n"}}, r"headers\['x-team'\] has"),
+        ({"headers": {"x team:": "v"}}, "no name of a header"),
+    ],
+)
+def test_a_secret_that_cannot_be_sent_is_refused_and_not_shown(fields, problem):
+    with pytest.raises(ConfigError, match=problem) as refused:
+        HTTPJudgerConfig(**{"url": "http://h/"} | fields).check()
+    assert "hidden" not in str(refused.value)
 
 
 def test_what_cannot_be_sent_is_unjudged(answered):
