@@ -3,7 +3,9 @@
 sessions.throughput_share_32, _96, _192, _384
                        tokens/s through the endpoint, with so many busy sessions, over those of direct calls of the same
                        engine: a scripted one that makes 40 tokens/s for each of up to 1,024 requests, answers of 128
-                       tokens. Each turn of a session asks with all of its conversation, and waits for a turn on disk
+                       tokens. Each turn of a session asks with all of its conversation, and waits for a turn on disk.
+                       In `detail` the share of the time that the endpoint's process was on a core, and that it waited
+                       for one because the machine had other work
 sessions.turns_per_s   turns of one process, with an engine that answers at once and 64 sessions
 sessions.added_ms_4k, _64k
                        what the endpoint adds to a turn of a conversation of so many tokens, from the client's side
@@ -141,14 +143,20 @@ async def _serve(pipe: Connection, tokenizer: Tokenizer) -> None:
             await server.start()
             opened = [host.session() for _ in range(sessions)]
             pipe.send([(access.base_url, access.key) for _, access in map(server.open, opened)])
-            cpu = time.process_time()
+            cpu, late = time.process_time(), waited_for_a_core()
             through = await host.rate(seconds) if seconds else 0.0
             await asyncio.to_thread(pipe.recv)  # the clients are done
-            pipe.send((direct, through, time.process_time() - cpu))
+            pipe.send((direct, through, time.process_time() - cpu, waited_for_a_core() - late))
             for session in opened:
                 await session.close()
             await server.close()
             await host.buffer.close()
+
+
+def waited_for_a_core() -> float:
+    """Seconds in which this thread could run, and others did. On Linux; elsewhere 0."""
+    counts = Path("/proc/self/schedstat")
+    return int(counts.read_text().split()[1]) / 1e9 if counts.exists() else 0.0
 
 
 # The clients' process.
@@ -245,20 +253,22 @@ async def main(seconds: float, pipe: Connection, tokenizer: Tokenizer) -> None:
         pipe.send((tokens_per_s, sessions, measured))
         return [Access(*access) for access in await asyncio.to_thread(pipe.recv)]
 
-    async def told() -> tuple[float, float, float]:
-        """Tokens/s of direct calls and through the endpoint, and the CPU seconds of its process."""
+    async def told() -> tuple[float, float, float, float]:
+        """Tokens/s of direct calls and through the endpoint; of its process the seconds on a core, and without one."""
         pipe.send("done")
-        rates: tuple[float, float, float] = await asyncio.to_thread(pipe.recv)
+        rates: tuple[float, float, float, float] = await asyncio.to_thread(pipe.recv)
         return rates
 
     for size in SIZES:
         accesses = await ask(TOKENS_PER_S, size, seconds)
-        await play_for(accesses, WARM_UP_S + seconds + 1)
-        direct, through, _ = await told()
+        played_s = WARM_UP_S + seconds + 1
+        await play_for(accesses, played_s)
+        direct, through, cpu, late = await told()
         figure(
             f"throughput_share_{size}", 100 * through / direct, "%",
             tokens_per_s_direct=round(direct), tokens_per_s_through=round(through),
             engine=f"scripted, {TOKENS_PER_S:g} tokens/s a request, answers of {ANSWER_TOKENS}",
+            on_a_core=round(cpu / played_s, 2), waiting_for_a_core=round(late / played_s, 2),
         )  # fmt: skip
     rate = await play_for(await ask(1e9, 64, 0), seconds)
     cpu_ms = 1000 * (await told())[2] / (rate * seconds)

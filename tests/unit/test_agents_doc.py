@@ -1,22 +1,41 @@
-"""Every configuration in docs/agents.md is checked, and its loops play."""
+"""Every block of code in docs/agents.md and docs/sessions.md: configurations are checked and their loops play, commands
+name what there is, and the check of a record is made. The taskset of verifiers is trained in tests/verifiers."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from chat_families import tokenizer_of
+from random_conversations import converse
+from refeed_models import save_random_model, with_another_token
+from session_clients import Noted
 
+from penstock.cli import main
 from penstock.cli.config_file import load_config
+from penstock.engine import EmbeddedEngineConfig
 from penstock.models.tiny_chat import _tokenizer
 from penstock.models.tokenizer import HFTokenizer
 from penstock.produce import load_prompts
-from penstock.rollout import RolloutState, Status, Verdict
-from penstock.testing import EngineScript, JudgerScript, ScriptedEngine, ScriptedJudger
+from penstock.rollout import RolloutState, SampleParams, Status, Verdict
+from penstock.testing import EngineScript, JudgerScript, RefeedMismatch, ScriptedEngine, ScriptedJudger
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"## ([^\n]*)\n(?:(?!\n## ).)*?```python\n(.*?)```", (ROOT / "docs/agents.md").read_text(), re.S)
+FOUND = [
+    (title, language, code)
+    for page in ("agents.md", "sessions.md")
+    for section in re.split(r"^#+ ", (ROOT / "docs" / page).read_text(), flags=re.M)
+    for title in section.split("\n")[:1]
+    for language, code in re.findall(r"^```(\w*)\n(.*?)^```", section, re.S | re.M)
+]
+VERIFIERS, CHECKING = "A taskset of verifiers", "Checking a record"
+BLOCKS = [
+    (title, code) for title, language, code in FOUND if language == "python" and title not in (VERIFIERS, CHECKING)
+]
+COMMANDS = [line.partition("#")[0].split() for _, language, code in FOUND if not language for line in code.splitlines()]
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+34"}}\n</tool_call>'
 
 FILES = {
@@ -31,10 +50,57 @@ FILES = {
 
 
 def test_every_section_that_shows_code_is_here():
-    titles = [title for title, _ in BLOCKS]
-    assert titles == [
-        "Your own agent loop in ten lines", "Tools", "Environments", "Coming with verl's loops and tools",
-    ]  # fmt: skip
+    assert [(title, language) for title, language, _ in FOUND] == [
+        ("Your own agent loop in ten lines", "python"),
+        ("Tools", "python"),
+        ("Environments", "python"),
+        ("Coming with verl's loops and tools", "python"),
+        ("Train the agent you already have", "python"),
+        ("Train the agent you already have", ""),
+        (VERIFIERS, ""),
+        (VERIFIERS, "python"),
+        ("Trying a model", ""),
+        (CHECKING, "python"),
+    ]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_is_one(command, capsys):
+    if command[0] == "make":
+        assert re.search(rf"^{command[1]}:", (ROOT / "Makefile").read_text(), re.M)
+    elif command[:2] == ["penstock", "train"]:
+        load_config(command[2]).check()  # tests/e2e/test_agents.py trains them
+    else:
+        assert command == ["penstock", "serve", "runs/quickstart"]  # tests/e2e/test_agents.py serves a run
+        assert main(command[1:]) == 2
+        assert "runs/quickstart" in capsys.readouterr().err
+
+
+def test_the_checks_of_a_record_are_made(tmp_path):
+    """As they stand there, with a real engine; with one token changed both fail."""
+    code = next(code for title, _, code in FOUND if title == CHECKING)
+    imported, *calls = [line for line in code.splitlines() if line]
+    assert len(calls) == 2
+    save_random_model(tmp_path, "qwen2.5")
+
+    async def check(engine: Any, call: str) -> None:
+        names: dict[str, Any] = {}
+        exec(f"{imported}\nasync def check(engine, rollouts):\n    {call}", names)
+        params = SampleParams(temperature=0.0 if "greedy=True" in call else 1.0, max_tokens=16)
+        talk, _ = await converse("qwen2.5", 1, 2, engine=Noted(engine), params=params)
+        await names["check"](engine, [talk.rollout])
+        with pytest.raises(RefeedMismatch):
+            await names["check"](engine, [with_another_token(talk.rollout, 0, 0)])
+
+    async def check_all() -> None:
+        engine = EmbeddedEngineConfig().build(str(tmp_path), tokenizer_of("qwen2.5"), deterministic=True, threads=1)
+        try:
+            for call in calls:
+                await check(engine, call)
+        finally:
+            await engine.close()
+
+    asyncio.run(check_all())
 
 
 @pytest.mark.parametrize(("title", "code"), BLOCKS, ids=[title.replace(" ", "-") for title, _ in BLOCKS])

@@ -117,7 +117,10 @@ class Exchange:
 
     def digest(self, body: bytes) -> bytes:
         """Equal for requests that are equal byte for byte."""
-        return hashlib.blake2b(self._path.encode() + b"\n" + body, digest_size=16).digest()
+        # The fastest there is: who finds two requests with one digest gets an answer of their own twice.
+        digest = hashlib.sha1(self._path.encode() + b"\n", usedforsecurity=False)
+        digest.update(body)
+        return digest.digest()
 
     async def respond(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         await self._begin(status, "application/json", {"content-length": str(len(body)), **(headers or {})})

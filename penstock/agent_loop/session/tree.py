@@ -16,7 +16,6 @@ How strictly messages must be equal is a choice:
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -27,6 +26,11 @@ Strictness = Literal["exact", "json-arguments", "role-and-content"]
 
 Message = Mapping[str, Any]
 """In the shape of OpenAI's chat messages; arguments of calls as text."""
+
+
+Key = tuple[str, ...]
+"""What is compared of a message, text by text. Not a digest: that would read all of a long conversation at every turn,
+several times slower than Python compares it."""
 
 
 class Recorded(msgspec.Struct, kw_only=True):
@@ -47,8 +51,8 @@ class Recorded(msgspec.Struct, kw_only=True):
 class History(msgspec.Struct, frozen=True, gc=False):
     """A request's, as it is compared: a key for the model and its tools, and one for each message."""
 
-    opening: bytes
-    messages: tuple[bytes, ...]
+    opening: Key
+    messages: tuple[Key, ...]
 
 
 class _Spot:
@@ -58,13 +62,13 @@ class _Spot:
 
     def __init__(self) -> None:
         self.answers: list[Recorded] = []
-        self.next: dict[bytes, _Spot] = {}
+        self.next: dict[Key, _Spot] = {}
 
 
 class Tree:
     def __init__(self, strictness: Strictness = "json-arguments") -> None:
         self._strictness: Strictness = strictness
-        self._openings: dict[bytes, _Spot] = {}
+        self._openings: dict[Key, _Spot] = {}
         self._texts: dict[str, list[tuple[str, Recorded]]] = {}
 
     def history(self, model: str, tools: Sequence[Message], messages: Sequence[Message]) -> History:
@@ -107,22 +111,22 @@ class Tree:
                     deepest = (recorded, len(said))
         return deepest
 
-    def _opening(self, model: str, tools: Sequence[Message]) -> bytes:
+    def _opening(self, model: str, tools: Sequence[Message]) -> Key:
         if self._strictness == "exact":
-            return _digest([model, *(json.dumps(tool) for tool in tools)])
-        return _digest([model, *(json.dumps(_plain(tool), sort_keys=True) for tool in tools)])
+            return (model, *(json.dumps(tool) for tool in tools))
+        return (model, *(json.dumps(_plain(tool), sort_keys=True) for tool in tools))
 
-    def _key(self, message: Message) -> bytes:
+    def _key(self, message: Message) -> Key:
         parts = [message["role"], message["content"]]
         if self._strictness == "role-and-content":
-            return _digest(parts)
+            return tuple(parts)
         parts += [message.get("name", ""), message.get("tool_call_id", "")]
         for call in message.get("tool_calls", ()):
             arguments = call["function"]["arguments"]
             if self._strictness == "json-arguments":
                 arguments = as_json(arguments)
             parts += [call["id"], call["function"]["name"], arguments]
-        return _digest(parts)
+        return tuple(parts)
 
 
 def as_json(text: str) -> str:
@@ -147,13 +151,3 @@ def _received(answers: list[Recorded]) -> Recorded:
     found = next((recorded for recorded in reversed(answers) if recorded.received), answers[-1])
     found.received = True
     return found
-
-
-def _digest(parts: Sequence[str]) -> bytes:
-    """Of the texts, each with its length: no two lists have the same."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        encoded = part.encode("utf-8", "surrogatepass")
-        digest.update(len(encoded).to_bytes(8, "little"))
-        digest.update(encoded)
-    return digest.digest()

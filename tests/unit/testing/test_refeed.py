@@ -7,16 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-import torch
 from chat_families import FAMILIES, tokenizer_of
 from random_conversations import converse
+from refeed_models import save_random_model, with_another_token
 from session_clients import Noted, Talk
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.engine import EmbeddedEngineConfig
-from penstock.rollout import RolloutState, SampleParams, Segment, Tokens, unpack_ids
+from penstock.rollout import RolloutState, SampleParams, Segment, Tokens
 from penstock.testing import RefeedMismatch, recorded_answers, refeed
 
 GREEDY = SampleParams(temperature=0.0, max_tokens=24)
@@ -32,28 +30,8 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def make(family: str) -> Path:
         if family not in made:
-            tokenizer = tokenizer_of(family)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(len(family))
-                model = LlamaForCausalLM(
-                    LlamaConfig(
-                        vocab_size=tokenizer.vocab_size,
-                        hidden_size=48,
-                        intermediate_size=64,
-                        num_hidden_layers=2,
-                        num_attention_heads=4,
-                        num_key_value_heads=2,
-                        max_position_embeddings=4096,
-                        initializer_range=0.25,
-                        bos_token_id=None,
-                        eos_token_id=None,
-                        pad_token_id=None,
-                    )
-                )
-                with torch.no_grad():
-                    model.lm_head.weight[sorted(tokenizer.stop_ids)] *= 3.0
             made[family] = tmp_path_factory.mktemp(family)
-            model.save_pretrained(made[family])
+            save_random_model(made[family], family)
         return made[family]
 
     return make
@@ -96,18 +74,6 @@ def test_sampled_answers_have_the_logprobs_that_were_recorded(family: str, model
         assert refed.tokens > 50 and refed.largest_mismatch <= TOLERANCE
 
     conversed(model_of(family), family, range(2), SAMPLED, check)
-
-
-def with_another_token(rollout: RolloutState, segment: int, place: int) -> RolloutState:
-    changed = msgspec.structs.replace(rollout)
-    tokens = rollout.segments[segment].tokens
-    ids = unpack_ids(tokens.ids).copy()
-    ids[place] = (ids[place] + 1) % 300
-    own = Tokens(ids.tobytes(), tokens.logprobs, tokens.mask, tokens.steps)
-    before = rollout.segments
-    replaced = Segment(own, before[segment].parent, before[segment].start)
-    changed.segments = (*before[:segment], replaced, *before[segment + 1 :])
-    return changed
 
 
 @pytest.mark.parametrize("greedy", [True, False])
