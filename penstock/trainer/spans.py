@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, StatusCode
 
 from penstock.events import (
+    UNENDED_STAGES,
     BatchTaken,
     Event,
     RunEnded,
@@ -29,8 +30,6 @@ from penstock.events import (
 )
 
 TRAINER = "trainer"
-UNENDED = frozenset({"load", "scan", "evaluate"})
-"""Stages that are told to begin, for people who wait, and never to end."""
 
 
 def otlp_provider(endpoint: str, headers: Mapping[str, str], *, service_name: str, timeout_s: float) -> TracerProvider:
@@ -79,7 +78,7 @@ class Spans:
         self._provider.shutdown()
 
     def _begin(self, event: StageBegan) -> None:
-        if event.stage in UNENDED:
+        if event.stage in UNENDED_STAGES:
             return
         opened = self._open.setdefault(event.lane, [])
         context = trace.set_span_in_context(opened[-1][1]) if opened else None

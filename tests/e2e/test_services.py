@@ -8,7 +8,7 @@ from penstock.cli import main
 from penstock.events import Warned
 from penstock.trainer.observers import read_events
 
-RUN_FILE = '''
+RUN_FILE = """
 from penstock import JsonlTrackerConfig, SinkConfig
 from penstock.recipes.tiny import trainer as tiny
 
@@ -32,7 +32,7 @@ class GoesAway(SinkConfig):
 
 
 trainer = tiny.replace("trackers", [NobodyThere(), GoesAway(), JsonlTrackerConfig()])
-'''
+"""
 
 
 def test_a_service_that_cannot_be_reached_or_goes_away_never_ends_a_run(tmp_path, monkeypatch, model_cache):
