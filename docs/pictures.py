@@ -1,6 +1,7 @@
 """Makes what the documentation shows, from a real run: the run of `penstock view --demo`, and pictures of its page.
 
     .venv/bin/python docs/pictures.py
+    .venv/bin/python docs/pictures.py --recorded      # pictures alone, of the run that is recorded already
 
 Also `staleness.png`: groups of three steps of that run, by the weights that made them.
 
@@ -10,6 +11,7 @@ what `make setup` installs. Writes penstock/view/demo.zip and docs/pictures/.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from playwright.sync_api import Browser, sync_playwright
 
 from penstock.events import WeightsPublished
 from penstock.trainer.observers import EVENTS_FILE, read_events
-from penstock.view.demo import ARCHIVE
+from penstock.view.demo import ARCHIVE, demo_run
 from penstock.view.groups import Groups
 from penstock.view.runs import Runs
 from penstock.view.server import ViewServer
@@ -125,8 +127,12 @@ def take(browser: Browser, url: str) -> None:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as directory, sync_playwright() as playwright:
-        run_dir = record(Path(directory))
+    with contextlib.ExitStack() as stack:
+        if "--recorded" in sys.argv[1:]:
+            run_dir = stack.enter_context(demo_run())
+        else:
+            run_dir = record(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        playwright = stack.enter_context(sync_playwright())
         server = ViewServer(Runs(run_dir))
         thread = threading.Thread(target=server.serve)
         thread.start()

@@ -1,7 +1,7 @@
 // Drawings, as SVG: curves, a histogram, a Gantt.
 import { el, number, seconds } from "./dom.js";
 
-const W = 640, H = 220, LEFT = 52, RIGHT = 10, TOP = 10, BOTTOM = 24;
+const W = 420, H = 190, LEFT = 52, RIGHT = 10, TOP = 10, BOTTOM = 24;
 
 function ticks(low, high, count) {
   const span = high - low || 1;
