@@ -3,6 +3,11 @@
 view.first_paint_s      from starting the server to all that the first panel asks for
 view.slowest_filter_s   the slowest of the questions that a person can ask by a click or by typing
 view.memory_mb          of the server, after all of them
+
+    python benchmarks/view.py --live quickstart
+
+view.live_share         processor time of the server over the wall time of the steps it showed, with one page open on a
+                        run of the recipe: asked every two seconds for what the first panel asks for
 """
 
 from __future__ import annotations
@@ -11,10 +16,12 @@ import argparse
 import asyncio
 import base64
 import json
+import os
 import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -31,6 +38,8 @@ K = 8
 GROUPS_A_STEP = 64
 TOKENS = 16
 DISCARDED_SHARE = 0.1
+EVERY_S = 2.0
+"""As `view/page/app.js` has it."""
 WORDS = [f"word{n}" for n in range(2_000)]
 PROMPT = Prompt(messages=({"role": "user", "content": "What is 17 + 25?"},), ids=pack_ids(range(8)))
 ANSWER = Tokens().append(range(TOKENS), [-0.5] * TOKENS, model_step=0)
@@ -165,6 +174,51 @@ def measure(run_dir: Path, steps: int) -> dict[str, Any]:
     return {"first": first, "took": took, "memory": memory}
 
 
+def live(recipe: str, polls: int) -> None:
+    """The page of a run that trains, asked as a browser asks."""
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir = Path(directory) / "live"
+        command = [sys.executable, "-m", "penstock.cli", "train", recipe, "--run-dir", str(run_dir)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+            assert run.stdout is not None
+            try:
+                next(line for line in run.stdout if line.startswith("step"))
+                # Read on, so that the run never waits for its reader.
+                threading.Thread(target=run.stdout.read, daemon=True).start()
+                share, steps = poll(run_dir, polls)
+            finally:
+                run.kill()
+    report("view.live_share", share, "of the wall time", recipe=recipe, polls=polls, steps=steps)
+
+
+def poll(run_dir: Path, polls: int) -> tuple[float, int]:
+    command = [sys.executable, "-m", "penstock.cli", "view", str(run_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().removeprefix("open ").strip()
+            base = url.partition("?")[0]
+            with httpx.Client(follow_redirects=True, timeout=120) as client:
+                client.get(url).raise_for_status()
+                ask(client, base, "live/now")
+                before, began = processor_seconds(server.pid), time.perf_counter()
+                first = client.get(f"{base}api/live/now").json()["step"]
+                for _ in range(polls):
+                    time.sleep(EVERY_S)
+                    for path in ("runs", "live/now"):
+                        ask(client, base, path)
+                spent, wall = processor_seconds(server.pid) - before, time.perf_counter() - began
+                steps = client.get(f"{base}api/live/now").json()["step"] - first
+        finally:
+            server.terminate()
+    return spent / wall, steps
+
+
+def processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def report(figure: str, value: float, unit: str, **detail: Any) -> None:
     print(json.dumps({"figure": figure, "value": round(value, 3), "unit": unit, "detail": detail}), flush=True)
 
@@ -172,7 +226,13 @@ def report(figure: str, value: float, unit: str, **detail: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=1_000_000)
-    rollouts = parser.parse_args().rollouts
+    parser.add_argument("--live", metavar="RECIPE", help="the cost of an open page instead, on a run of this recipe")
+    parser.add_argument("--polls", type=int, default=20, help="how often the page of --live asks")
+    options = parser.parse_args()
+    if options.live is not None:
+        live(options.live, options.polls)
+        return
+    rollouts = options.rollouts
     steps = max(2, rollouts // (GROUPS_A_STEP * K))
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "long"

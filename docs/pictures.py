@@ -1,6 +1,9 @@
 """Makes what the documentation shows, from a real run: the run of `penstock view --demo`, and pictures of its page.
 
     .venv/bin/python docs/pictures.py
+    .venv/bin/python docs/pictures.py --recorded      # pictures alone, of the run that is recorded already
+
+Also `staleness.png`: groups of three steps of that run, by the weights that made them.
 
 The run is `tiny-async` made small, with a filter, so that there is something that was not trained. Needs Chromium and
 what `make setup` installs. Writes penstock/view/demo.zip and docs/pictures/.
@@ -8,6 +11,7 @@ what `make setup` installs. Writes penstock/view/demo.zip and docs/pictures/.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -16,9 +20,13 @@ import threading
 import zipfile
 from pathlib import Path
 
+from matplotlib.figure import Figure
 from playwright.sync_api import Browser, sync_playwright
 
-from penstock.view.demo import ARCHIVE
+from penstock.events import WeightsPublished
+from penstock.trainer.observers import EVENTS_FILE, read_events
+from penstock.view.demo import ARCHIVE, demo_run
+from penstock.view.groups import Groups
 from penstock.view.runs import Runs
 from penstock.view.server import ViewServer
 
@@ -73,6 +81,34 @@ def record(directory: Path) -> Path:
     return run_dir
 
 
+def draw_staleness(run_dir: Path, steps: range) -> None:
+    """Each group from its first token to its train step, coloured by its oldest weights; lines are weight syncs."""
+    groups = Groups(run_dir)
+    lanes = [(step, lane) for step in steps for lane in groups.batch(step)]
+    begin = min(lane["moves"][0][1] for _, lane in lanes)
+    end = max(lane["moves"][-1][1] for _, lane in lanes)
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for row, (step, lane) in enumerate(lanes):
+        made_by = min(lane["model_steps"])
+        leased = next(time for state, time, _ in reversed(lane["moves"]) if state == "leased")
+        drawn, trained = lane["moves"][0][1], lane["moves"][-1][1]
+        axes.barh(row, leased - drawn, left=drawn - begin, color=f"C{made_by % 10}", height=0.7)
+        axes.barh(row, trained - leased, left=leased - begin, color="0.75", height=0.7)
+        text = f" step {step}, weights {made_by}: staleness {step - made_by - 1}"
+        axes.text(trained - begin, row, text, va="center", fontsize=7)
+    for kept in read_events(run_dir / EVENTS_FILE):
+        if isinstance(kept.event, WeightsPublished) and begin <= kept.time <= end:
+            axes.axvline(kept.time - begin, color="0.4", linewidth=0.8, linestyle=":")
+            axes.text(kept.time - begin, -1.1, f"m = {kept.event.model_step}", ha="center", fontsize=7)
+    axes.set_xlim(0, (end - begin) * 1.3)
+    axes.set_ylim(len(lanes), -1.6)
+    axes.set_yticks([])
+    axes.set_xlabel("seconds; dotted: new weights reach the engines; grey: being trained", fontsize=8)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.savefig(PICTURES / "staleness.png", dpi=110)
+
+
 def take(browser: Browser, url: str) -> None:
     shutil.rmtree(PICTURES, ignore_errors=True)
     PICTURES.mkdir()
@@ -91,13 +127,19 @@ def take(browser: Browser, url: str) -> None:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as directory, sync_playwright() as playwright:
-        server = ViewServer(Runs(record(Path(directory))))
+    with contextlib.ExitStack() as stack:
+        if "--recorded" in sys.argv[1:]:
+            run_dir = stack.enter_context(demo_run())
+        else:
+            run_dir = record(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        playwright = stack.enter_context(sync_playwright())
+        server = ViewServer(Runs(run_dir))
         thread = threading.Thread(target=server.serve)
         thread.start()
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         try:
             take(browser, server.url)
+            draw_staleness(run_dir, range(11, 14))
         finally:
             browser.close()
             server.stop()

@@ -43,6 +43,10 @@ class StageBegan(Event, frozen=True, kw_only=True):
     lane: str = "trainer"
 
 
+UNENDED_STAGES = frozenset({"load", "scan", "evaluate"})
+"""Told to begin, for people who wait, and never to end: they are over when the next stage begins."""
+
+
 class StageEnded(Event, frozen=True, kw_only=True):
     stage: str
     seconds: float

@@ -19,7 +19,7 @@ import msgspec
 
 from penstock.data import remember_prompts
 from penstock.errors import PenstockError, StorageError
-from penstock.events import Note, RunBegan, RunEnded, StepTrained
+from penstock.events import Note, RunBegan, RunEnded, StepTrained, Warned
 from penstock.learn.batch import BatchSettings
 from penstock.rollout import storable
 from penstock.trainer.checkpointing import RunCheckpointer
@@ -37,7 +37,6 @@ from penstock.trainer.resume import Beginning
 from penstock.trainer.signals import Stop, stopped_by_signals
 from penstock.trainer.step import TrainStep
 from penstock.trainer.summary import Summary, SummarySink
-from penstock.trainer.trackers import TrackerSink
 from penstock.trainer.trajectories import Trajectories
 
 STALLED_FILE = "stalled.txt"
@@ -217,8 +216,14 @@ class RLTrainer(abc.ABC):
             raise StorageError(f"{self.run_dir / EVENTS_FILE} cannot be opened: {error}") from error
         self._observers.add(PRINTED_FILE, Printed(self.run_dir, self._observers))
         for number, tracker in enumerate(self.config.trackers):
-            sink = TrackerSink(tracker.build(self.run_dir, run_name=self.run_dir.name))
-            self._observers.add(f"tracker {number} ({type(tracker).__name__})", sink)
+            name = f"tracker {number} ({type(tracker).__name__})"
+            try:
+                self._observers.add(name, tracker.sink(self.run_dir, run_name=self.run_dir.name))
+            except StorageError:
+                raise
+            except Exception as error:  # a service may raise anything; what shows a run never ends it
+                text = f"{name} cannot be used; the run goes on without it. {type(error).__name__}: {error}"
+                self._observers.notice(Warned(text=text, source=name))
 
     # Ending.
 

@@ -27,7 +27,7 @@ from penstock.trainer.display import make_display
 from penstock.trainer.distillation import DistillationConfig
 from penstock.trainer.evaluator import EvaluatorConfig
 from penstock.trainer.observers import Observers
-from penstock.trainer.trackers import JsonlTrackerConfig, TensorBoardTrackerConfig, TrackerConfig
+from penstock.trainer.trackers import JsonlTrackerConfig, SinkConfig, TensorBoardTrackerConfig
 from penstock.trainer.trial import custom_function_problems
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class RLTrainerConfig(Config):
     """What is evaluated; None: nothing."""
     distillation: DistillationConfig | None = None
     """Teachers that score what the student samples."""
-    trackers: list[TrackerConfig] = [JsonlTrackerConfig(), TensorBoardTrackerConfig()]
+    trackers: list[SinkConfig] = [JsonlTrackerConfig(), TensorBoardTrackerConfig()]
     """Where the metrics go."""
     total_steps: int = pydantic.Field(ge=1, le=10**9)
     """Train steps of the whole run."""

@@ -4,6 +4,8 @@
     reward      the mean reward of every step so far, as a curve
     eval        the last evaluation, beside the first
     time        where the seconds of the run went, by stage
+    groups      what became of those that were drawn: trained, discarded by reason, waiting
+    pipe        who waits for whom, and which share of the tokens was for nothing
     now         loss, gradient and speed of the last step
     <task>      one bar per task while a batch is produced
 
@@ -24,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.trainer.display import Display, drain, require_readable
+from penstock.trainer.flow import Flow
 from penstock.trainer.lines import STAGES, count, duration, eval_figures, speed_words, summary_rows, training_words
 
 _LABEL = 10
@@ -37,7 +40,7 @@ class Glyphs:
 
     def __init__(self, *, ascii_only: bool) -> None:
         self.steps = "_.-:=+*#" if ascii_only else "▁▂▃▄▅▆▇█"
-        self.done, self.due = ("#", "-") if ascii_only else ("━", "━")
+        self.done, self.due = ("#", "-") if ascii_only else ("━", "─")
         self.full = "#" if ascii_only else "█"
 
 
@@ -59,6 +62,7 @@ class LiveDisplay(Display):
         self._last_step_ended = 0.0
         self._last: Mapping[str, float] = {}
         self._seconds: dict[str, float] = {}
+        self._flow = Flow()
         self._rewards: list[float] = []
         self._evaluations: list[tuple[int, Mapping[str, float]]] = []
         self._tasks: dict[str, tuple[int, int, dict[str, float]]] = {}
@@ -88,6 +92,7 @@ class LiveDisplay(Display):
             key: self._seconds.get(key, 0.0) + (seconds if 0 <= seconds < math.inf else 0.0)
             for key, seconds in spent.items()
         }
+        self._flow = self._flow.after(metrics)
         if "reward/mean" in metrics:
             self._rewards = [*self._rewards, metrics["reward/mean"]]
 
@@ -144,6 +149,10 @@ class LiveDisplay(Display):
             yield _row("eval", _fitting(self._eval_words(), room))
         if sum(self._seconds.values()) > 0:
             yield _row("time", _with_bar(_stage_words(self._seconds), room, _stage_bar(self._seconds, glyphs)))
+        if groups := self._flow.group_words():
+            yield _row("groups", _fitting([Text(word) for word in groups], room))
+        if waits := self._flow.pipe_words(self._last):
+            yield _row("pipe", _fitting([Text(word) for word in waits], room))
         if speeds := training_words(self._last) + speed_words(self._last):
             yield _row("now", _fitting([Text(word) for word in speeds], room))
         for task, (done, target, fields) in self._tasks.items():

@@ -1,15 +1,14 @@
-"""Where a run's metrics go: a JSONL file, TensorBoard events, Weights & Biases. One `log` per step and evaluation.
+"""Where a run's metrics go: here a JSONL file and TensorBoard events; `services.py` has the others. One `log` per step
+and evaluation.
 
 An evaluation beside training ends when later steps are already logged. Its metrics have the step of the weights that
 answered, and series of their own (`eval/...`), so that no series goes back: in `metrics.jsonl` the lines stand in the
-order of time and `kind` tells the two apart; TensorBoard has a step per series; for Weights & Biases the axis of
-`eval/...` is `eval/model_step`.
+order of time and `kind` tells the two apart; TensorBoard has a step per series.
 """
 
 from __future__ import annotations
 
 import abc
-import importlib.util
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from penstock.config import Config
 from penstock.errors import StorageError
 from penstock.events import EvaluationDone, Event, RunBegan, StepTrained
 from penstock.trainer.metric_names import meaning
+from penstock.trainer.observers import Sink
 
 Kind = Literal["train", "eval"]
 
@@ -43,11 +43,22 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-class TrackerConfig(Config, abc.ABC):
+class SinkConfig(Config, abc.ABC):
+    """Base of what is told everything that happens in a run; subclass it for one of your own."""
+
+    @abc.abstractmethod
+    def sink(self, run_dir: Path, *, run_name: str) -> Sink:
+        """Raises StorageError to refuse the run; after anything else the run goes on without it."""
+
+
+class TrackerConfig(SinkConfig):
     """Base of tracker configurations; subclass it for a tracker of your own."""
 
     @abc.abstractmethod
     def build(self, run_dir: Path, *, run_name: str) -> Tracker: ...
+
+    def sink(self, run_dir: Path, *, run_name: str) -> Sink:
+        return TrackerSink(self.build(run_dir, run_name=run_name))
 
 
 class TrackerSink:
@@ -90,22 +101,6 @@ class TensorBoardTrackerConfig(TrackerConfig):
 
     def build(self, run_dir: Path, *, run_name: str) -> Tracker:
         return TensorBoardTracker(run_dir / "tensorboard")
-
-
-class WandbTrackerConfig(TrackerConfig):
-    """Weights & Biases. Needs the extra `wandb`; credentials are wandb's own business."""
-
-    project: str = "penstock"
-    """Where the run appears."""
-    offline: bool = False
-    """Keep everything in the run directory; `wandb sync` sends it."""
-
-    def problems(self) -> Iterator[str]:
-        if importlib.util.find_spec("wandb") is None:
-            yield "wandb is not installed; run `pip install penstock[wandb]` or leave this tracker out"
-
-    def build(self, run_dir: Path, *, run_name: str) -> Tracker:
-        return WandbTracker(run_dir, project=self.project, run_name=run_name, offline=self.offline)
 
 
 class JsonlTracker:
@@ -190,27 +185,6 @@ class TensorBoardTracker:
 
     def close(self) -> None:
         self._writer.close()
-
-
-class WandbTracker:
-    def __init__(self, run_dir: Path, *, project: str, run_name: str, offline: bool) -> None:
-        import wandb
-
-        self._run: Any = wandb.init(
-            project=project, name=run_name, dir=str(run_dir), mode="offline" if offline else "online"
-        )
-        # Its own step only counts up, and drops what comes late; so every series names its axis.
-        self._run.define_metric("*", step_metric="train_step")
-        self._run.define_metric("eval/*", step_metric="eval/model_step")
-
-    def log(self, step: int, metrics: Mapping[str, float], *, kind: Kind = "train") -> None:
-        self._run.log({"train_step" if kind == "train" else "eval/model_step": step, **metrics})
-
-    def resume(self, step: int) -> None:
-        """A process is a run of its own there; its steps go on."""
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def _step_of(line: bytes) -> float:

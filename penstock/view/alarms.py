@@ -78,18 +78,19 @@ def _tips(recent: list[Point]) -> Iterator[str]:
     equal = _mean(recent, "reward/equal_group_share")
     if equal is not None and equal >= MAX_EQUAL_GROUPS:
         yield (
-            f"{equal:.0%} of the groups have equal rewards and teach nothing: filter them (is_valid_sample_fn), or "
-            "choose prompts that are neither solved nor hopeless"
+            f"{100 * equal:.0f} % of the groups have equal rewards and teach nothing: filter them "
+            "(is_valid_sample_fn), or choose prompts that are neither solved nor hopeless"
         )
     cut = _mean(recent, "length/truncated_share")
     if cut is not None and cut >= MAX_TRUNCATED:
-        yield f"{cut:.0%} of the answers were cut by max_tokens: raise it, or shape their reward"
+        yield f"{100 * cut:.0f} % of the answers were cut by max_tokens: raise it, or shape their reward"
     waits = _mean(recent, "share/trainer_wait")
     if waits is not None and waits > MAX_WAIT:
-        yield f"the trainer waits {waits:.0%} of its time for rollouts: more engines, or more over-sampling"
+        yield f"the trainer waits {100 * waits:.0f} % of its time for rollouts: more engines, or more over-sampling"
     idle = _mean(recent, "share/engine_idle")
     if idle is not None and idle > MAX_WAIT:
-        yield f"the engines are idle {idle:.0%} of the time: the trainer, or the staleness bound, holds them back"
+        share = f"{100 * idle:.0f} %"
+        yield f"the engines are idle {share} of the time: the trainer, or the staleness bound, holds them back"
 
 
 def _mean(points: list[Point], name: str) -> float | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.events import UNENDED_STAGES
 from penstock.trainer.observers import EVENTS_FILE
 
 MAX_SPANS = 20_000
@@ -123,6 +124,9 @@ class History:
 
     def _stage_began(self, event: dict[str, Any], at: float) -> None:
         lane, stage = event.get("lane", "trainer"), event["stage"]
+        for before in UNENDED_STAGES:
+            if (over := self._open.pop((lane, before), None)) is not None:
+                over.end = at
         span = Span(lane, stage, event.get("train_step"), at, None)
         self._open[lane, stage] = span
         self.spans.append(span)

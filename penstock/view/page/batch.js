@@ -3,7 +3,7 @@ import { ask, go } from "./app.js";
 import { gantt } from "./charts.js";
 import { el, number, show, table, pickable } from "./dom.js";
 
-const STYLES = { running: "s0", completed: "s5", leased: "s2", aborted: "s3", expired: "s4", max_tries: "s4" };
+const STYLES = { running: "s0", completed: "s5", leased: "s2", aborted: "s3", expired: "s4", max_tries: "s1" };
 const WORDS = { running: "played", completed: "waits in the buffer", leased: "being trained", aborted: "interrupted, waits", expired: "too stale, waits", max_tries: "waits for a tail batch" };
 
 export async function open(place, asked) {
@@ -25,7 +25,7 @@ function draw(place, { step, lanes }) {
   }));
   show(place, bar,
     el("section", {}, gantt(`the groups of train step ${step}`, rows, begin, end, { unit: "from" }),
-      el("div", { class: "legend" }, Object.entries(WORDS).map(([state, word]) => el("span", {}, el("span", { class: `key ${STYLES[state]}` }), word)))),
+      el("div", { class: "legend" }, Object.entries(WORDS).filter(([state]) => lanes.some((lane) => lane.moves.some(([seen]) => seen === state))).map(([state, word]) => el("span", {}, el("span", { class: `key ${STYLES[state]}` }), word)))),
     el("section", {}, table(["group", "task", "#tokens", "#weights"], lanes.map((lane) => pickable(el("tr", {},
       el("td", {}, lane.group_id), el("td", {}, lane.task), el("td", { class: "n" }, number(lane.tokens)),
       el("td", { class: "n" }, lane.model_steps ? [...new Set(lane.model_steps)].join(" to ") : "–")), () => go("untrained", { group: lane.group_id }))))));

@@ -1,7 +1,7 @@
 // Drawings, as SVG: curves, a histogram, a Gantt.
 import { el, number, seconds } from "./dom.js";
 
-const W = 640, H = 220, LEFT = 52, RIGHT = 10, TOP = 10, BOTTOM = 24;
+const W = 420, H = 190, LEFT = 52, RIGHT = 10, TOP = 10, BOTTOM = 24;
 
 function ticks(low, high, count) {
   const span = high - low || 1;
@@ -101,7 +101,8 @@ export function gantt(title, rows, begin, end, { unit = "s" } = {}) {
         el("svg:title", {}, `${span.label}, ${seconds(span.end - span.begin)}`)));
     }
   });
-  for (const x of ticks(begin, end, 8)) svg.append(el("svg:text", { x: X(x), y: rows.length * height + 16, "text-anchor": "middle" }, `${number(x - (unit === "from" ? begin : 0))} s`));
+  const zero = unit === "from" ? begin : 0;
+  for (const x of ticks(begin - zero, end - zero, 8)) svg.append(el("svg:text", { x: X(x + zero), y: rows.length * height + 16, "text-anchor": "middle" }, `${number(x)} s`));
   return svg;
 }
 

@@ -32,7 +32,7 @@ export async function open(place, asked) {
 const clean = (filter) => Object.fromEntries(Object.entries(filter).filter(([, value]) => value !== ""));
 
 function list(rows) {
-  const drawn = table(["rollout", "", "#step", "task", "#reward", "#tokens", "status", "#weights"], []);
+  const drawn = table(["rollout", "kind", "#step", "task", "#reward", "#tokens", "status", "#weights"], []);
   drawn.querySelector("tbody").replaceWith(rows);
   return drawn;
 }

@@ -78,6 +78,19 @@ def test_in_80_columns_every_row_is_one_line_and_says_what_matters() -> None:
     display.close()
 
 
+def test_what_became_of_the_groups_and_who_waits_has_its_rows() -> None:
+    display = make()
+    flow = {"produce/groups": 6.0, "produce/reverse/discarded/filtered": 2.0, "produce/reverse/leftover/completed": 3.0}
+    tokens = {"tokens/generated": 200.0, "tokens/wasted": 50.0, "share/trainer_wait": 0.31, "share/engine_idle": 0.44}
+    for step in (1, 2):
+        display.notice(StepTrained(train_step=step, metrics={**METRICS, **flow, **tokens}))
+    said = {line[:10].strip(): line[10:] for line in shown(display)}
+    assert said["groups"] == "12 trained  4 discarded (filtered 4)  3 wait (ready 3)"
+    assert said["pipe"] == "trainer waits 31 %  engines idle 44 %  25 % of all tokens wasted"
+    assert all(len(line) <= 40 for line in shown(display, 40))
+    display.close()
+
+
 @given(
     st.integers(1, 200),
     st.integers(1, 10**9),

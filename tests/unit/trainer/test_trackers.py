@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,7 +14,6 @@ from penstock.trainer.trackers import (
     TensorBoardTrackerConfig,
     Tracker,
     TrackerSink,
-    WandbTrackerConfig,
 )
 
 
@@ -86,12 +81,6 @@ def test_tensorboard_events_can_be_read_back_with_their_steps(tmp_path: Path) ->
     assert said == ["of all rollouts of the batch", ""]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
-def test_a_tracker_whose_package_is_missing_is_refused_with_the_command_to_install_it() -> None:
-    with pytest.raises(ConfigError, match=r"pip install penstock\[wandb\]"):
-        WandbTrackerConfig().check()
-
-
 def late_evaluation(tracker: Tracker) -> None:
     """The evaluation of model step 1 ends after step 2."""
     sink = TrackerSink(tracker)
@@ -120,33 +109,6 @@ def test_no_series_of_tensorboard_goes_back_and_none_is_dropped(tmp_path: Path) 
     read.Reload()
     series = {tag: [event.step for event in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
     assert series == {"reward/mean": [1, 2, 3], "eval/accuracy": [1, 3]}
-
-
-class CountingUp:
-    """As Weights & Biases has it: one step that only counts up, and series over an axis of their own choice."""
-
-    def __init__(self) -> None:
-        self.axes: dict[str, str] = {}
-        self.rows: list[dict[str, Any]] = []
-
-    def define_metric(self, name: str, *, step_metric: str) -> None:
-        self.axes[name] = step_metric
-
-    def log(self, row: dict[str, Any], step: int | None = None) -> None:
-        assert step is None or step >= len(self.rows), "dropped: steps must not go back"
-        self.rows.append(row)
-
-    def finish(self) -> None:
-        pass
-
-
-def test_weights_and_biases_gets_an_axis_for_evaluations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = CountingUp()
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: run))
-    late_evaluation(WandbTrackerConfig().build(tmp_path, run_name="run"))
-    assert run.axes == {"*": "train_step", "eval/*": "eval/model_step"}
-    assert [row["eval/model_step"] for row in run.rows if "eval/accuracy" in row] == [1, 3]
-    assert [row["train_step"] for row in run.rows if "reward/mean" in row] == [1, 2, 3]
 
 
 def test_a_resumed_run_continues_without_duplicates(tmp_path: Path) -> None:

@@ -30,10 +30,10 @@ def test_a_healthy_run_has_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metrics", "said"),
     [
-        ({"reward/equal_group_share": 0.5}, "tip: 50% of the groups have equal rewards"),
-        ({"length/truncated_share": 0.25}, "tip: 25% of the answers were cut"),
-        ({"share/trainer_wait": 0.4}, "tip: the trainer waits 40%"),
-        ({"share/engine_idle": 0.4}, "tip: the engines are idle 40%"),
+        ({"reward/equal_group_share": 0.5}, "tip: 50 % of the groups have equal rewards"),
+        ({"length/truncated_share": 0.25}, "tip: 25 % of the answers were cut"),
+        ({"share/trainer_wait": 0.4}, "tip: the trainer waits 40 %"),
+        ({"share/engine_idle": 0.4}, "tip: the engines are idle 40 %"),
         ({"train/mismatch/k3_kl": 0.2}, "alarm: engine and trainer disagree"),
         ({"judger/unjudged": 3.0}, "alarm: the judge abstains: 3 answers"),
     ],

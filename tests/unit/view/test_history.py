@@ -57,3 +57,10 @@ def test_an_engine_that_is_closed_with_its_run_was_not_fenced(run_dir: Path) -> 
 
 def test_a_directory_without_events_is_empty(tmp_path: Path) -> None:
     assert not read(tmp_path).steps
+
+
+def test_loading_is_over_when_the_next_stage_begins(run_dir: Path) -> None:
+    tell(run_dir, StageBegan(stage="load", detail="the judges"), StageBegan(stage="produce", train_step=3))
+    history = read(run_dir)
+    assert [span.stage for span in history.open_spans] == ["produce"]
+    assert all(span.end is not None for span in history.spans if span.stage == "load")
