@@ -40,10 +40,13 @@ class Parsed(msgspec.Struct, frozen=True):
 
 Parser = Callable[[str], Parsed]
 
-_BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\n]*)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_FENCED = re.compile(r"\A\s*```(?:json)?\s*\n(.*?)\n\s*```\s*\Z", re.DOTALL)
+# Each is tried in a time that grows with the text and no faster: models repeat themselves, white space above all, and
+# parsers run in the event loop.
+_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^<>\n]*)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\n]*)>")
+_PARAMETER_END = "</parameter>"
+_FENCE = "```"
 _DECODER = json.JSONDecoder()
 
 
@@ -74,7 +77,7 @@ def llama3_json(text: str) -> Parsed:
     while rest:
         try:
             value, end = _DECODER.raw_decode(rest)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             calls.append(ToolCall(_name_in(rest), problem=f"it is no JSON: {error}"))
             break
         calls.append(_call_from(value))
@@ -83,13 +86,12 @@ def llama3_json(text: str) -> Parsed:
 
 
 def plain_json(text: str) -> Parsed:
-    fenced = _FENCED.match(text)
-    body = (fenced[1] if fenced else text).strip()
+    body = _unfenced(text.strip())
     if not body.startswith(("{", "[")):
         return Parsed(text)
     try:
         value = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return _unless_plain(text, "", [ToolCall(_name_in(body), problem=f"it is no JSON: {error}")])
     return _unless_plain(text, "", [_call_from(item) for item in (value if isinstance(value, list) else [value])])
 
@@ -133,7 +135,7 @@ def find_parser(name: str | Parser) -> Parser:
 def _call_of(block: str) -> ToolCall:
     try:
         return _call_from(json.loads(block))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return ToolCall(_name_in(block), problem=f"it is no JSON: {error}")
 
 
@@ -141,14 +143,18 @@ def _call_from(value: Any) -> ToolCall:
     """Of an object with `name` and `arguments` (or `parameters`), which may be JSON in a text once more."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not _is_json(value["name"]):
         return ToolCall("", problem='a call is an object with "name" and "arguments"')
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return ToolCall(value["name"], problem=f"its arguments are no JSON: {error}")
+    if not _is_json(arguments):
+        return ToolCall(
+            value["name"], problem="its arguments have what JSON has not: NaN, Infinity or half a character"
+        )
     if not isinstance(arguments, dict):
         return ToolCall(value["name"], problem=f"its arguments are {json.dumps(arguments)[:80]}, not an object")
     return ToolCall(value["name"], arguments)
@@ -156,8 +162,10 @@ def _call_from(value: Any) -> ToolCall:
 
 def _parameters(body: str) -> Iterator[tuple[str, Any]]:
     """The values of XML parameters: JSON where they are, a Python literal where they are that, else text."""
-    for name, value in _PARAMETER.findall(body):
-        yield name.strip(), _value(value)
+    place = 0
+    while (found := _PARAMETER.search(body, place)) and (end := body.find(_PARAMETER_END, found.end())) >= 0:
+        yield found[1].strip(), _value(body[found.end() : end].removeprefix("\n").removesuffix("\n"))
+        place = end + len(_PARAMETER_END)
 
 
 def _value(text: str) -> Any:
@@ -166,9 +174,27 @@ def _value(text: str) -> Any:
             value = read(text.strip())
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             continue
-        if isinstance(value, bool | int | float | str | list | dict | None):
+        if isinstance(value, bool | int | float | str | list | dict | None) and _is_json(value):
             return value
     return text
+
+
+def _is_json(value: Any) -> bool:
+    """Python reads and writes more than there is in JSON; clients, templates and records do not."""
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _unfenced(text: str) -> str:
+    """What stands between ```json and ```, on lines of their own; the text itself where they do not."""
+    if len(text) < 2 * len(_FENCE) or not (text.startswith(_FENCE) and text.endswith(_FENCE)):
+        return text
+    language, _, rest = text.removeprefix(_FENCE).removesuffix(_FENCE).partition("\n")
+    body, newline, before_end = rest.rpartition("\n")
+    return body.strip() if newline and not before_end.strip() and language.strip() in ("", "json") else text
 
 
 def _name_in(text: str) -> str:

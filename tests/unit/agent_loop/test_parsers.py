@@ -106,3 +106,45 @@ def test_a_parser_is_found_by_name_by_path_and_as_itself() -> None:
 def test_a_parser_that_is_none_is_refused(name: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         find_parser(name)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>a" + " " * 60_000 + "b",
+        "<tool_call>" + "<function=" * 6_000,
+        "<tool_call><function=f>" + "<parameter=a>" * 5_000,
+        "```json" + "\n" * 60_000 + "x",
+        "```json\n" + "\n " * 30_000 + "x```",
+    ],
+    ids=["spaces", "functions", "parameters", "lines", "lines in a block"],
+)
+def test_a_model_that_repeats_itself_holds_nobody_up(name: str, text: str) -> None:
+    assert not any(call.arguments for call in PARSERS[name](text).calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "<tool_call>" + "[" * 100_000),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "' + "[" * 100_000 + '"}'),
+        ("llama3_json", '{"name": "add", "parameters":' + '{"a":' * 100_000),
+        ("json", '{"name": "add", "arguments":' + "[" * 100_000),
+    ],
+)
+def test_what_is_nested_without_end_is_a_call_that_cannot_be_read(name: str, text: str) -> None:
+    (call,) = PARSERS[name](text).calls
+    assert call.problem
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", r'"\ud800"'])
+def test_arguments_that_json_has_not_are_a_problem(value: str) -> None:
+    (call,) = PARSERS["hermes"](f'<tool_call>{{"name": "add", "arguments": {{"a": [{value}]}}}}</tool_call>').calls
+    assert call.name == "add" and "JSON" in call.problem
+
+
+@pytest.mark.parametrize("value", ["NaN", "[{1, 2}]", "[b'x']", "{'a': 1j}"])
+def test_a_parameter_that_json_has_not_is_text(value: str) -> None:
+    text = f"<tool_call><function=add><parameter=a>\n{value}\n</parameter></function></tool_call>"
+    assert PARSERS["qwen3_coder"](text).calls == (ToolCall("add", {"a": value}),)
