@@ -131,12 +131,23 @@ class TrainWorkerConfig(Config):
         yield from _name_problems("advantage", self.advantage, tuple(ESTIMATORS))
         if self.gamma != 1 and self.advantage in ESTIMATORS and self.advantage not in DISCOUNTS:
             yield f"gamma is {self.gamma}; {self.advantage} gives every token of an answer the same, without discount"
+        if self.schedule == "constant" and self.min_lr_ratio:
+            yield f"min_lr_ratio is {self.min_lr_ratio}; schedule is 'constant', which never falls: use another, or 0"
+        if self.advantage == "none":
+            yield from self._unread_rewards()
         if self.correction.bypass_mode and self.correction.rollout_is is not None and self.loss.uses_ratio:
             yield (
                 f"correction.bypass_mode takes the ratio of {type(self.loss).__name__} against the engine: that is the "
                 f"importance weight already; rollout_is={self.correction.rollout_is!r} would apply it twice: use "
                 "bypass_mode=False, or PGLossConfig"
             )
+
+    def _unread_rewards(self) -> Iterator[str]:
+        rule = "advantage is 'none', which looks at no reward: choose another one, or leave it out"
+        if self.kl is not None and self.kl.place == "reward":
+            yield f"kl.place is 'reward' and {rule}"
+        if self.overlong is not None and self.overlong.buffer_tokens is not None:
+            yield f"overlong.buffer_tokens is {self.overlong.buffer_tokens} and {rule}"
 
     def lr_at(self, train_step: int, total_steps: int) -> float:
         """The learning rate of a train step (from 1): rises over the warm-up, then falls.
