@@ -160,7 +160,9 @@ def prepare_batch(
     `reference` and `teacher` are logprobs of every token by the reference model and by a teacher; a KL in the reward
     needs the first, and the second adds -distill_coef * (log p - log q) to the advantage of each token.
 
-    Raises RunError for a group that cannot be trained, with its id and the rule, and when no token is left to train;
+    A batch of nothing but answers that the budget cut off, and that are not to be trained, is one without a trained
+    token. Raises RunError for a group that cannot be trained, with its id and the rule, and when no token is left to
+    train for any other reason;
     UserFunctionError when an estimator of the user's raises or does not answer with finite numbers.
     """
     settings = settings or BatchSettings()
@@ -179,7 +181,7 @@ def prepare_batch(
     ]
     batch = replace(batch, groups=given)
     metrics = _metrics(groups, batch, scores, shaped, settings)
-    if teacher is not None:
+    if teacher is not None and metrics["trained_tokens"]:
         metrics["distill/reverse_kl"] = _mean_over_trained(batch, teacher)
     return replace(batch, metrics=metrics)
 
@@ -202,25 +204,10 @@ def bare_batch(groups: Sequence[Group], *, train_step: int, settings: BatchSetti
             for group in groups
         ],
     )
-    if not any(answer.num_trained for answer in batch.answers):
-        raise RunError(
-            f"train step {train_step}: no token of {len(groups)} groups may be trained{_why(groups, settings)}"
-        )
+    left_out = any(_is_left_out(rollout, settings) for group in groups for rollout in group)
+    if not left_out and not any(answer.num_trained for answer in batch.answers):
+        raise RunError(f"train step {train_step}: no token of {len(groups)} groups may be trained")
     return batch
-
-
-def _why(groups: Sequence[Group], settings: BatchSettings) -> str:
-    """Of a batch that has nothing to train, as far as settings are the reason."""
-    answers = [rollout for group in groups for rollout in group]
-    cut = sum(rollout.finish_reason is FinishReason.LENGTH for rollout in answers)
-    if cut and settings.overlong is not None and settings.overlong.mask_truncated:
-        return (
-            f": {cut} of {len(answers)} answers were cut off by their budget, and overlong.mask_truncated leaves those "
-            "out; raise sample_params.max_tokens or the batch size"
-        )
-    if settings.token_stale_thresholds:
-        return "; max_token_staleness leaves out tokens that are too old: raise it, or sync weights more often"
-    return ""
 
 
 def with_columns(
@@ -296,10 +283,15 @@ def _start(rollout: RolloutState, segment: Segment) -> int:
     return _length(rollout, ROOT) if segment.start == WHOLE else segment.start
 
 
+def _is_left_out(rollout: RolloutState, settings: BatchSettings) -> bool:
+    """Whether none of it is trained because the budget cut it off."""
+    masks = settings.overlong is not None and settings.overlong.mask_truncated
+    return masks and rollout.finish_reason is FinishReason.LENGTH
+
+
 def _answer(rollout: RolloutState, train_step: int, settings: BatchSettings) -> TrainAnswer:
     threshold = settings.token_stale_thresholds.get(rollout.task_name)
-    overlong = settings.overlong is not None and settings.overlong.mask_truncated
-    dropped = overlong and rollout.finish_reason is FinishReason.LENGTH
+    dropped = _is_left_out(rollout, settings)
     temperature = settings.temperatures.get(rollout.task_name, 1.0)
     segments = []
     for segment in rollout.segments:

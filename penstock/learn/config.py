@@ -136,6 +136,10 @@ class TrainWorkerConfig(Config):
                 f"advantage is {self.advantage!r}, which divides by the mean score and needs scores of at least 0; "
                 f"{lowered} takes from them: leave it out, or take grpo"
             )
+        if self.schedule == "constant" and self.min_lr_ratio:
+            yield f"min_lr_ratio is {self.min_lr_ratio}; schedule is 'constant', which never falls: use another, or 0"
+        if self.advantage == "none":
+            yield from self._unread_rewards()
         if self.correction.bypass_mode and self.correction.rollout_is is not None and self.loss.uses_ratio:
             yield (
                 f"correction.bypass_mode takes the ratio of {type(self.loss).__name__} against the engine: that is the "
@@ -148,6 +152,13 @@ class TrainWorkerConfig(Config):
         if self.overlong is not None and self.overlong.buffer_tokens is not None:
             return "overlong.buffer_tokens"
         return "kl.place='reward'" if self.kl is not None and self.kl.place == "reward" else ""
+
+    def _unread_rewards(self) -> Iterator[str]:
+        rule = "advantage is 'none', which looks at no reward: choose another one, or leave it out"
+        if self.kl is not None and self.kl.place == "reward":
+            yield f"kl.place is 'reward' and {rule}"
+        if self.overlong is not None and self.overlong.buffer_tokens is not None:
+            yield f"overlong.buffer_tokens is {self.overlong.buffer_tokens} and {rule}"
 
     def lr_at(self, train_step: int, total_steps: int) -> float:
         """The learning rate of a train step (from 1): rises over the warm-up, then falls.

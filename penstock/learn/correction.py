@@ -33,17 +33,20 @@ REJECTIONS = tuple(f"{level}_{kind}" for level in LEVELS for kind in ("k1", "k2"
 
 Band = tuple[float, float]
 
+DEFAULT_THRESHOLD = 2.0
+"""What a weight is truncated at where nobody says it."""
+
 
 class CorrectionConfig(Config):
     """How tokens that another policy sampled are weighed and rejected. A preset's name stands for one: `tis`, ..."""
 
     bypass_mode: bool | None = None
     """True: the ratio is taken against the engine. False: against the trainer at the beginning of the step. None: the
-    second for a step that is on-policy with one update, else the first."""
+    second where `rollout_is` asks for weights and for a step that is on-policy with one update, else the first."""
     rollout_is: Literal["token", "sequence"] | None = None
     """Weigh each token by trainer / engine: its own ratio, or the product over its answer."""
-    rollout_is_threshold: float | str = 2.0
-    """One number truncates the weight. Two, `low_high`, make it 0 outside."""
+    rollout_is_threshold: float | str = DEFAULT_THRESHOLD
+    """One number truncates the weight. Two, `low_high`, make it 0 outside. Only for `rollout_is`."""
     rollout_rs: str | None = None
     """What is rejected by, several with commas: `token_k1` (one token), `seq_sum_k1` (the answer, by the product of its
     ratios), `seq_mean_k1` (by their geometric mean), `seq_max_k1` (by its worst token), and the same with k2 and k3."""
@@ -59,6 +62,8 @@ class CorrectionConfig(Config):
                 read()
             except ValueError as error:
                 yield f"{name}: {error}"
+        if self.rollout_is is None and self.rollout_is_threshold != DEFAULT_THRESHOLD:
+            yield f"rollout_is_threshold is {self.rollout_is_threshold!r}, but rollout_is asks for no weights"
         if self.rollout_rs is None and self.rollout_rs_threshold is not None:
             yield f"rollout_rs_threshold is {self.rollout_rs_threshold!r}, but rollout_rs says not by what to reject"
 
@@ -121,7 +126,9 @@ def old_policy(correction: CorrectionConfig, loss: LossConfig, *, on_policy: boo
     """What the ratio of this step is taken against."""
     bypass = correction.bypass_mode
     if bypass is None:
-        bypass = loss.against_engine or not (on_policy and num_updates == 1)
+        # Against the engine the ratio would be the weight, and the one that was asked for left out without a word.
+        weighed = correction.rollout_is is not None and loss.uses_ratio
+        bypass = not weighed and (loss.against_engine or not (on_policy and num_updates == 1))
     if bypass:
         return "engine"
     return "current" if num_updates == 1 else "proximal"

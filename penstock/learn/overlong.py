@@ -17,13 +17,18 @@ class OverlongConfig(Config):
     buffer_tokens: int | None = Field(default=None, ge=1, le=10**9)
     """The last so many tokens of the budget cost score: 0 at their beginning, `penalty` at the end. None: off."""
     penalty: float = Field(default=1.0, gt=0, le=1e6)
-    """The most that length takes from a score."""
+    """The most that length takes from a score. Only for `buffer_tokens`."""
     max_tokens: int | None = Field(default=None, ge=1, le=10**9)
-    """The budget. None: the task's `sample_params.max_tokens`."""
+    """The budget that `buffer_tokens` ends. None: the task's `sample_params.max_tokens`."""
 
     def problems(self) -> Iterator[str]:
         if self.buffer_tokens is not None and self.max_tokens is not None and self.buffer_tokens > self.max_tokens:
             yield f"buffer_tokens is {self.buffer_tokens}; it must be at most max_tokens, {self.max_tokens}"
+        if self.buffer_tokens is None and (self.penalty != 1.0 or self.max_tokens is not None):
+            yield (
+                f"penalty is {self.penalty:g} and max_tokens {self.max_tokens}, but buffer_tokens is None: length "
+                "costs nothing. Give buffer_tokens, or neither of them"
+            )
         if not self.mask_truncated and self.buffer_tokens is None:
             yield "neither mask_truncated nor buffer_tokens is set; without them there is nothing to do"
 

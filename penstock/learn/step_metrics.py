@@ -51,20 +51,27 @@ def outcome(reports: Sequence[StepReport]) -> TrainOutcome:
         # The step waits for the slowest.
         seconds |= {part: max(spent, seconds.get(part, 0.0)) for part, spent in report.seconds.items()}
     metrics = {
-        "loss": float(np.mean(first.losses)),
-        "grad_norm": float(np.mean(first.norms)),
+        **(_of_updates(reports, first) if first.losses else {}),
         "tokens": float(tokens),
         "micro_batches": float(sum(report.micro_batches for report in reports)),
-        "padding_share": 1 - sum(report.used for report in reports) / sum(report.cells for report in reports),
         **{name: total / tokens for name, total in sums.items()},
-        **sum((report.mismatch for report in reports), Mismatch()).metrics(),
-        **sum((report.moved for report in reports), Mismatch()).extremes(),
         **{f"seconds/{part}": spent for part, spent in seconds.items()},
         **first.settings,
         "tokens_per_s": tokens / seconds["total"],
     }
     logprobs = {rollout: segments for report in reports for rollout, segments in report.logprobs.items()}
     return TrainOutcome(metrics=metrics, logprobs=logprobs)
+
+
+def _of_updates(reports: Sequence[StepReport], first: StepReport) -> dict[str, float]:
+    """What there is to say where anything was trained."""
+    return {
+        "loss": float(np.mean(first.losses)),
+        "grad_norm": float(np.mean(first.norms)),
+        "padding_share": 1 - sum(report.used for report in reports) / sum(report.cells for report in reports),
+        **sum((report.mismatch for report in reports), Mismatch()).metrics(),
+        **sum((report.moved for report in reports), Mismatch()).extremes(),
+    }
 
 
 class StepMetrics:

@@ -14,6 +14,7 @@ from penstock.config import Config, dotted_name
 from penstock.engine import EmbeddedEngineConfig, EnginesConfig
 from penstock.learn import TrainWorkerConfig
 from penstock.learn.advantages import COMPARES_SIBLINGS
+from penstock.learn.overlong import OverlongConfig
 from penstock.produce import (
     AgentLoopManagerConfig,
     SyncProduceStrategyConfig,
@@ -123,6 +124,7 @@ class RLTrainerConfig(Config):
                 f"{self.sync_weights_interval}; an exact (deterministic) run is resumed where weights are synced: the "
                 "first must be a multiple of the second"
             )
+        yield from _overlong_problems(self.train.overlong, tasks)
         for task in tasks:
             for loop in (SingleTurnAgentLoop, ToolAgentLoop):
                 if task.judger_config is None and task.agent_loop_config.loop is loop:
@@ -259,6 +261,18 @@ class RLDisaggregatedTrainerConfig(RLTrainerConfig):
 def plain_observers() -> Observers:
     """For a run that nobody gave any: lines on standard output."""
     return Observers(display=make_display(terminal=False))
+
+
+def _overlong_problems(overlong: OverlongConfig | None, tasks: list[TaskSpecConfig]) -> Iterator[str]:
+    """Where the budget is the task's own."""
+    if overlong is None or overlong.buffer_tokens is None or overlong.max_tokens is not None:
+        return
+    for task in tasks:
+        if overlong.buffer_tokens > (budget := task.agent_loop_config.sample_params.max_tokens):
+            yield (
+                f"train.overlong.buffer_tokens is {overlong.buffer_tokens}; task {task.task_name!r} has "
+                f"sample_params.max_tokens={budget}, so even an empty answer would cost score: it may be at most that"
+            )
 
 
 def _distillation_problems(tasks: list[TaskSpecConfig]) -> Iterator[str]:

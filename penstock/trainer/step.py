@@ -80,11 +80,14 @@ class TrainStep:
     def _warn_if_idle(self, train_step: int, batch: TrainBatch) -> None:
         self._idle_steps = self._idle_steps + 1 if batch.is_idle else 0
         if self._idle_steps == IDLE_STEPS:
-            self._observer.notice(
-                Warned(
-                    text=f"train steps {train_step - IDLE_STEPS + 1} to {train_step} had nothing to learn from: in "
-                    "100 % of their groups all rewards are equal. Look at the rewards in trajectories/; prompts that "
-                    "are too easy or too hard, or a judge that always says the same, do this",
-                    source="train",
-                )
+            why = (
+                "in 100 % of their groups all rewards are equal. Look at the rewards in trajectories/; prompts that "
+                "are too easy or too hard, or a judge that always says the same, do this"
             )
+            if not batch.metrics["trained_tokens"]:
+                why = (
+                    "all answers of the last one reached the token budget, and train.overlong.mask_truncated leaves "
+                    "those out. Raise sample_params.max_tokens, or train what is cut off"
+                )
+            text = f"train steps {train_step - IDLE_STEPS + 1} to {train_step} had nothing to learn from: {why}"
+            self._observer.notice(Warned(text=text, source="train"))

@@ -275,11 +275,13 @@ def test_answers_that_the_budget_cut_off_are_not_trained_and_stay_in_the_baselin
     assert batch.metrics["length/masked_tokens"] == 3 and batch.metrics["staleness/masked_tokens"] == 0
 
 
-def test_a_batch_whose_every_answer_was_cut_off_says_so_and_what_to_do() -> None:
+def test_a_batch_of_nothing_but_cut_off_answers_has_no_trained_token_and_is_no_error() -> None:
     group = _long_group([FinishReason.LENGTH, FinishReason.LENGTH], [2, 3])
-    settings = BatchSettings(overlong=OverlongConfig(mask_truncated=True))
-    with pytest.raises(RunError, match=r"2 of 2 answers were cut off.*raise sample_params\.max_tokens"):
-        prepare_batch([group], train_step=1, settings=settings)
+    settings = BatchSettings(advantage="none", overlong=OverlongConfig(mask_truncated=True))
+    teacher = {"g/0": [np.full(2, -1.0, np.float32)], "g/1": [np.full(3, -1.0, np.float32)]}
+    batch = prepare_batch([group], train_step=1, settings=settings, teacher=teacher)
+    assert batch.is_idle and batch.metrics["trained_tokens"] == 0 and batch.metrics["length/masked_tokens"] == 5
+    assert np.isfinite(list(batch.metrics.values())).all()
 
 
 def test_tokens_have_the_temperature_and_the_threshold_of_their_task(group_of: GroupOf) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from loss_tokens import Array, make_tokens, random_tokens
 
 from penstock.learn.correction import PRESETS, REJECTIONS, CorrectionConfig, correct, old_policy
-from penstock.learn.losses import DPPOLossConfig, LossTokens, PGLossConfig, PPOLossConfig
+from penstock.learn.losses import DPPOLossConfig, LossConfig, LossTokens, PGLossConfig, PPOLossConfig
 
 
 def over_answers(values: Array, answers: Array, what: str) -> Array:
@@ -137,6 +137,15 @@ def test_old_logprobs_are_computed_again_only_where_they_are_needed(
     config = CorrectionConfig(bypass_mode=bypass)
     for loss in (PPOLossConfig(), PGLossConfig()):
         assert old_policy(config, loss, on_policy=on_policy, num_updates=updates) == expected
+
+
+@pytest.mark.parametrize("loss", [PPOLossConfig(), DPPOLossConfig()])
+def test_weights_that_were_asked_for_are_applied_to_every_step(loss: LossConfig) -> None:
+    """Against the engine they would be left out, in all steps that need them most."""
+    config = CorrectionConfig(rollout_is="token")
+    for on_policy, updates, expected in ((True, 1, "current"), (False, 1, "current"), (False, 2, "proximal")):
+        assert old_policy(config, loss, on_policy=on_policy, num_updates=updates) == expected
+    assert old_policy(config, PGLossConfig(), on_policy=False, num_updates=2) == "engine"
 
 
 def test_dppo_is_against_the_engine_unless_it_is_decoupled() -> None:

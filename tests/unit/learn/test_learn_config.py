@@ -114,6 +114,7 @@ def test_the_class_that_losses_have_in_common_is_no_loss() -> None:
         ({"rollout_rs": "token_k4", "rollout_rs_threshold": 2.0}, "Did you mean 'token_k"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "must be above 1"),
         ({"rollout_rs_threshold": 2.0}, "rollout_rs says not by what"),
+        ({"rollout_is_threshold": 5.0}, "rollout_is asks for no weights"),
     ],
 )
 def test_a_threshold_that_means_nothing_is_refused(fields: dict[str, Any], problem: str) -> None:
@@ -138,3 +139,24 @@ def test_discounting_is_refused_for_estimators_that_do_not() -> None:
     TrainWorkerConfig(gamma=0.9, advantage="reinforce_plus_plus").check()
     with pytest.raises(ConfigError, match="rloo gives every token of an answer the same"):
         TrainWorkerConfig(gamma=0.9, advantage="rloo").check()
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"min_lr_ratio": 0.1}, "min_lr_ratio is 0.1; schedule is 'constant'"),
+        ({"advantage": "none", "kl": KLConfig(coef=0.1, place="reward")}, "kl.place is 'reward' and advantage"),
+        (
+            {"advantage": "none", "overlong": OverlongConfig(buffer_tokens=8)},
+            "buffer_tokens is 8 and advantage",
+        ),
+        ({"overlong": OverlongConfig(mask_truncated=True, penalty=2.0)}, "buffer_tokens is None: length"),
+        (
+            {"overlong": OverlongConfig(mask_truncated=True, max_tokens=9)},
+            "buffer_tokens is None: length",
+        ),
+    ],
+)
+def test_a_setting_that_would_do_nothing_is_refused(fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        TrainWorkerConfig(**fields).check()

@@ -24,13 +24,14 @@ from transformers import (
 )
 
 from penstock.errors import CheckpointError, ModelError, RunError, StepRefused, StorageError, UserFunctionError
-from penstock.learn.batch import TrainAnswer, TrainBatch, prepare_batch
+from penstock.learn.batch import BatchSettings, TrainAnswer, TrainBatch, prepare_batch
 from penstock.learn.config import TrainWorkerConfig
 from penstock.learn.load import can_share_prompts, check_head
 from penstock.learn.losses import CustomLossConfig, LossTerms, LossTokens, PPOLossConfig
+from penstock.learn.overlong import OverlongConfig
 from penstock.learn.save import save_hf
 from penstock.learn.worker import TorchTrainWorker
-from penstock.rollout import FloatArray, Group, Tokens
+from penstock.rollout import FinishReason, FloatArray, Group, Tokens
 from penstock.trainer.checkpoints import CheckpointStore
 
 RandomGroups = Callable[..., list[Group]]
@@ -237,6 +238,23 @@ def test_a_refused_second_update_takes_the_first_back(model_dir: Path, batch: Tr
         _train(exploding, TrainBatch(2, [*batch.groups[:half], *late]))
     assert _same(_weights(exploding), weights)
     assert _same(_state(exploding), state)
+
+
+@pytest.mark.parametrize("fields", [{}, {"updates_per_batch": 2, "correction": "tis"}])
+def test_a_batch_of_nothing_but_cut_off_answers_is_a_step_that_changes_no_weight(
+    model_dir: Path, random_groups: RandomGroups, fields: dict[str, Any]
+) -> None:
+    groups = random_groups(7, num_groups=2)
+    for rollout in (rollout for group in groups for rollout in group):
+        rollout.finish_reason = FinishReason.LENGTH
+    settings = BatchSettings(overlong=OverlongConfig(mask_truncated=True))
+    batch = prepare_batch(groups, train_step=1, settings=settings)
+    worker = _worker(model_dir, lr=1e-2, weight_decay=0.1, **fields)
+    before = {name: tensor.clone() for name, tensor in _weights(worker).items()}
+    metrics = _train(worker, batch)
+    assert metrics["tokens"] == 0 and "loss" not in metrics
+    assert np.isfinite(list(metrics.values())).all()
+    assert _same(before, _weights(worker))
 
 
 def test_a_batch_with_fewer_groups_than_updates_is_an_error(model_dir: Path, batch: TrainBatch) -> None:

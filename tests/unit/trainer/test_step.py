@@ -11,10 +11,11 @@ import pytest
 from penstock.errors import StepRefused
 from penstock.events import Event, Nobody, Warned
 from penstock.learn.batch import BatchSettings, TrainBatch
+from penstock.learn.overlong import OverlongConfig
 from penstock.ports import TrainOutcome
 from penstock.produce import ProduceBatchResult
 from penstock.replay import ReplayBuffer
-from penstock.rollout import NO_TOKENS, FloatArray, Group, Status, Verdict, new_rollout, pack_ids
+from penstock.rollout import NO_TOKENS, FinishReason, FloatArray, Group, Status, Verdict, new_rollout, pack_ids
 from penstock.testing import CharTokenizer
 from penstock.trainer.loops import Stages
 from penstock.trainer.step import TrainStep
@@ -63,14 +64,20 @@ def group(draw: int, scores: tuple[float, float], task: str = "sums") -> Group:
     return rollouts
 
 
-def build(directory: Path, observer: Told | None = None, *, deterministic: bool = False) -> tuple[TrainStep, Worker]:
+def build(
+    directory: Path,
+    observer: Told | None = None,
+    *,
+    deterministic: bool = False,
+    settings: BatchSettings | None = None,
+) -> tuple[TrainStep, Worker]:
     worker = Worker(directory)
     trajectories = Trajectories(directory, CharTokenizer())
     step = TrainStep(
         worker,  # type: ignore[arg-type]
         ReplayBuffer(),
         trajectories,
-        BatchSettings(),
+        settings or BatchSettings(),
         observer or Nobody(),
         deterministic=deterministic,
     )
@@ -116,3 +123,16 @@ def test_three_steps_without_anything_to_learn_from_are_said_once(tmp_path: Path
         learn(step, [group(train_step, (1.0, 1.0))], train_step)
     [warning] = [event for event in told.events if isinstance(event, Warned)]
     assert "train steps 1 to 3 had nothing to learn from" in warning.text
+
+
+def test_steps_of_nothing_but_cut_off_answers_are_said_as_such(tmp_path: Path) -> None:
+    told = Told()
+    step, worker = build(tmp_path, told, settings=BatchSettings(overlong=OverlongConfig(mask_truncated=True)))
+    for train_step in range(1, 4):
+        groups = [group(train_step, (0.0, 1.0))]
+        for rollout in groups[0]:
+            rollout.finish_reason = FinishReason.LENGTH
+        learn(step, groups, train_step)
+    assert len(worker.batches) == 3
+    [warning] = [event for event in told.events if isinstance(event, Warned)]
+    assert "reached the token budget" in warning.text and "max_tokens" in warning.text

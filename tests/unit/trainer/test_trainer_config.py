@@ -12,13 +12,16 @@ from penstock import (
     AsyncProduceStrategyConfig,
     ConfigError,
     EnginesConfig,
+    OverlongConfig,
     ReverseWordConfig,
     RLColocateTrainerConfig,
     RLDisaggregatedTrainerConfig,
     RolloutControllerConfig,
+    SampleParams,
     SamplerConfig,
     SingleTurnAgentLoopConfig,
     TaskSpecConfig,
+    TrainWorkerConfig,
     exact_match,
 )
 from penstock.cli.config_file import load_config
@@ -125,3 +128,12 @@ def test_a_group_that_may_shrink_to_one_is_refused_for_an_estimator_that_compare
     with pytest.raises(ConfigError, match=r"manager\.failures\.min_group_size is 1; .* needs at least 2"):
         smallest.check()
     smallest.replace("manager.failures.min_group_size", 2).check()
+
+
+def test_a_penalty_for_length_that_begins_before_the_answer_is_refused() -> None:
+    loop = SingleTurnAgentLoopConfig(sample_params=SampleParams(max_tokens=16))
+    asked = {"tasks": [task(agent_loop_config=loop)]}
+    config(**asked, train=TrainWorkerConfig(overlong=OverlongConfig(buffer_tokens=16))).check()
+    with pytest.raises(ConfigError, match=r"buffer_tokens is 17; task 'words' has sample_params.max_tokens=16"):
+        config(**asked, train=TrainWorkerConfig(overlong=OverlongConfig(buffer_tokens=17))).check()
+    config(**asked, train=TrainWorkerConfig(overlong=OverlongConfig(buffer_tokens=17, max_tokens=99))).check()
