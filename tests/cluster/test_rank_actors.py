@@ -229,6 +229,7 @@ def _alive() -> list[str]:
     return [actor["Name"] for actor in ray._private.state.actors().values() if actor["State"] != "DEAD"]
 
 
+@pytest.mark.soak_tier
 def test_sharded_ranks_come_back_with_their_rows(launcher: CPUActorLauncher, batch: TrainBatch) -> None:
     """Each keeps its own rows: the one that was lost finds them where it kept them."""
     seen, config = Seen(), TrainWorkerConfig(lr=1e-3, sharding="fsdp2")
