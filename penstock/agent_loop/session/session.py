@@ -153,11 +153,9 @@ class Session:
 
     def settle(self) -> Recorded | None:
         """After `close`: leaves out of training what no client received. Returns the last answer that one did."""
-        for recorded in self._answers:
-            if not recorded.received:
-                self._transcript.leave_out(recorded.segment, recorded.begin, recorded.end)
-        self._transcript.leave_out_unread()
-        return next((recorded for recorded in reversed(self._answers) if recorded.received), None)
+        received = [recorded for recorded in self._answers if recorded.received]
+        self._transcript.train_only({(recorded.segment, recorded.begin) for recorded in received})
+        return received[-1] if received else None
 
     # Inside.
 

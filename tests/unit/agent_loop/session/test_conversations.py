@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from chat_families import tokenizer_of
-from session_clients import Talk, as_message, assistant, played, receive, system, user
+from session_clients import Kept, Talk, as_message, assistant, played, receive, system, user
 
 from penstock.agent_loop.session.requests import Refused
 from penstock.agent_loop.session.session import SessionRules
+from penstock.ports import FinishedTurn
 from penstock.replay.codec import encode_turn
 from penstock.replay.schema import TurnRow
 from penstock.replay.turns import put_back_turns
@@ -308,6 +309,27 @@ def test_an_answer_that_is_still_made_when_the_session_ends_leaves_nothing_to_tr
         (ROOT, HELLO, [said("one"), asked("more")]),
         (0, said("one")[0] + asked("more")[0], []),
     ]
+
+
+class Slow(Kept):
+    """A disk that does not answer."""
+
+    async def append(self, turn: FinishedTurn, *, durable: bool = False) -> None:
+        await super().append(turn)
+        if durable:
+            await asyncio.Event().wait()
+
+
+def test_an_answer_that_is_still_written_to_disk_when_the_session_ends_is_not_trained() -> None:
+    async def main() -> Talk:
+        talk = Talk("unheard", kept=Slow())
+        reply = talk.ask(user("hello"))
+        await asyncio.sleep(60)
+        await talk.over()
+        assert reply.failed
+        return talk
+
+    assert run_virtual(main()).shape == [(ROOT, HELLO, [given("unheard<|im_end|>")])]
 
 
 # Completions of a text.
