@@ -15,7 +15,7 @@ from penstock.ports import FinishedTurn
 from penstock.replay.codec import encode_turn
 from penstock.replay.schema import TurnRow
 from penstock.replay.turns import put_back_turns
-from penstock.rollout import ROOT, RolloutState
+from penstock.rollout import ROOT, RolloutState, SampleParams
 from penstock.testing import run_virtual
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
@@ -215,6 +215,32 @@ def test_an_identical_request_without_the_mark_is_a_new_sample() -> None:
         (ROOT, HELLO, [said("one"), asked("more"), said("two")]),
         (ROOT, HELLO, [said("other"), asked("more"), said("another")]),
     ]
+
+
+def test_of_equal_requests_a_marked_retry_gets_the_answer_that_lost_its_client() -> None:
+    async def main(talk: Talk) -> None:
+        lost, other = talk.ask(user("hello")), talk.ask(user("hello"))
+        talk.session.ended(lost, delivered=False)
+        again = talk.ask(user("hello"), retried=True)
+        assert again is lost
+        for reply in (again, other):
+            await receive(reply)
+
+    talk = played(["one", "two"], main)
+    assert talk.shape == [(ROOT, HELLO, [said("one")]), (ROOT, HELLO, [said("two")])]
+
+
+def test_an_answer_shorter_than_the_run_allows_is_refused() -> None:
+    async def main() -> None:
+        params = SampleParams(max_tokens=50, min_tokens=8)
+        with pytest.raises(Refused, match="max_tokens is 4; the run's answers have at least 8") as refused:
+            Talk(params=params).ask(user("hello"), max_tokens=4)
+        assert refused.value.code == "invalid_request"
+        with pytest.raises(Refused, match="7 tokens are left") as refused:
+            Talk(params=params, rules=SessionRules(max_tokens=7)).ask(user("hello"))
+        assert refused.value.code == "session_limit"
+
+    run_virtual(main())
 
 
 def test_a_turn_that_is_sampled_again_later_is_a_branch_from_before_it() -> None:
