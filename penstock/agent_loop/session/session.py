@@ -124,7 +124,10 @@ class Session:
         reading = self._read(asking)
         prompt_tokens = self._placing.num_before(reading.after) + len(reading.ids) // 4
         params = self._params(asking, prompt_tokens)
-        place = self._placing.take(reading.after, reading.ids)
+        try:
+            place = self._placing.take(reading.after, reading.ids)
+        except Interrupted:  # the rollout's time is up, and its agent does not know yet
+            raise _ended() from None
         reply = Reply(asking, self._answer_id(place), prompt_tokens)
         self._turns += 1
         self.unheeded.update(asking.unheeded, asking.sampling)

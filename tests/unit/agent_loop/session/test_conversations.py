@@ -361,6 +361,29 @@ def test_an_answer_that_is_still_written_to_disk_when_the_session_ends_is_not_tr
 # Completions of a text.
 
 
+def test_of_completions_with_the_same_words_the_one_that_was_received_goes_on() -> None:
+    async def main(talk: Talk) -> None:
+        lost = talk.complete("hello")
+        await lost.changed.wait_until(lambda: lost.is_over)
+        heard = talk.complete("hello")
+        await receive(heard)
+        await receive(talk.complete("hellosame and"))
+        assert lost.recorded is not None and not lost.recorded.received
+
+    played(["same", "same", "three"], main)
+
+
+def test_a_request_after_the_rollout_was_played_to_its_end_is_told_that_the_session_has_ended() -> None:
+    async def main(talk: Talk) -> None:
+        await talk.say(user("hello"))
+        talk.transcript.doing = ""
+        with pytest.raises(Refused) as refused:
+            talk.ask(user("something else"))
+        assert refused.value.code == "session_ended"
+
+    played(["one"], main)
+
+
 def test_a_completion_goes_on_from_the_recorded_tokens_of_its_text() -> None:
     async def main(talk: Talk) -> None:
         first = await receive(talk.complete("Once upon"))
