@@ -97,6 +97,7 @@ class Talk:
         engine: Any = None,
         params: SampleParams | None = None,
         rules: SessionRules | None = None,
+        kept: Kept | None = None,
         **script: Any,
     ) -> None:
         self.tokenizer = tokenizer_of(family)
@@ -110,7 +111,7 @@ class Talk:
             prompt=Prompt(messages=tuple(prompt), ids=ids), task_name="t", group_id="t:0", rollout_id="t:0:0"
         )
         self.params = params or SampleParams(max_tokens=max_tokens)
-        self.kept = Kept()
+        self.kept = kept or Kept()
         self.transcript = Transcript(
             self.rollout,
             Asked(

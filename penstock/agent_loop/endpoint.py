@@ -158,6 +158,9 @@ class EndpointAgentLoop(AgentLoop):
     def _take(self, report: Report, session: Session, rollout: RolloutState) -> None:
         """After the session: what was said counts, and what nobody heard does not."""
         last = session.settle()
+        if session.failure is not None and not session.cut:
+            # The agent made do without an answer that the model was never asked for; no score is of that.
+            raise session.failure
         if last is None:
             raise DataFailure("the agent asked for no answer", reason=FailureReason.EMPTY_ANSWER)
         if self.judger is None:

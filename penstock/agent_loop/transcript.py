@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence, Set
 from typing import Any, TypeVar
 
 import msgspec
@@ -296,10 +296,18 @@ class Transcript:
         mask = tokens.mask[:begin] + bytes(end - begin) + tokens.mask[end:]
         self._append(segment, Tokens(tokens.ids, tokens.logprobs, mask, tokens.steps))
 
-    def leave_out_unread(self) -> None:
-        """What is on record and was not read back stays as it is and is not trained."""
-        for number, segment in enumerate(self.rollout.segments):
-            self.leave_out(number, self.position(number), len(segment.tokens))
+    def train_only(self, answers: Set[tuple[int, int]]) -> None:
+        """Of what the model wrote, only these are trained, each by its segment and its first token there.
+
+        The rest stays as context: also what is on record and was not read back, and what a call that ended too early
+        left there.
+        """
+        begins: Counter[int] = Counter()
+        for turn in self.rollout.turns:
+            begin = begins[turn.segment]
+            begins[turn.segment] += turn.num_tokens
+            if turn.kind == GENERATE and (turn.segment, begin) not in answers:
+                self.leave_out(turn.segment, begin, begin + turn.num_tokens)
 
     # Inside.
 

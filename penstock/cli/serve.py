@@ -56,12 +56,12 @@ def model_of(given: str) -> str:
         return given
     if (exported / "final").is_dir():
         return str(exported / "final")
-    steps = sorted(exported.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    steps = {int(n): path for path in exported.glob("step-*") if (n := path.name.removeprefix("step-")).isdecimal()}
     if not steps:
         raise ConfigError(
             f"run {given} has exported no weights yet; it does so when it ends, and every hf_interval steps"
         )
-    return str(steps[-1])
+    return str(steps[max(steps)])
 
 
 def _build(options: argparse.Namespace, name: str) -> tuple[Any, Any]:

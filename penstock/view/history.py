@@ -140,12 +140,12 @@ class History:
         step = int(event["train_step"])
         while self.steps and self.steps[-1].step >= step:
             self.steps.pop()
-        self.steps.append(Point(step, at, event["metrics"]))
+        self.steps.append(Point(step, at, _figures(event)))
 
     def _evaluation_done(self, event: dict[str, Any], at: float) -> None:
         step = int(event["model_step"])
         self.evaluations = [point for point in self.evaluations if point.step != step]
-        self.evaluations.append(Point(step, at, event["metrics"]))
+        self.evaluations.append(Point(step, at, _figures(event)))
         self.evaluations.sort(key=lambda point: point.step)
 
     def _weights_published(self, event: dict[str, Any], at: float) -> None:
@@ -167,3 +167,8 @@ class History:
     def _step_given_back(self, event: dict[str, Any], at: float) -> None:
         text = f"train step {event['train_step']} was refused: {event['reason']}"
         self.told.append(Told(float(event["time"]), "warned", text))
+
+
+def _figures(event: dict[str, Any]) -> dict[str, float]:
+    """Without those that were NaN or infinite: a line of JSON has null for them."""
+    return {name: value for name, value in event["metrics"].items() if value is not None}

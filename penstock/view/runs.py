@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ class Run:
         self.history = History(directory)
         self.groups = Groups(directory)
         self.rollouts = Rollouts(directory)
+        self.lock = threading.Lock()
+        """Held by whoever reads on or answers: the page asks for several things at once, each in a thread."""
 
     def state(self) -> str:
         """running, done, stopped, failed or killed."""
@@ -140,6 +143,7 @@ class Runs:
         """Raises RefusedError when there is no run in it."""
         self.directory = directory
         self._known: dict[str, Run] = {}
+        self._lock = threading.Lock()
         if not self.names():
             raise RefusedError(
                 f"{directory} has no run ({EVENTS_FILE} or {LEDGER_FILE}); give a run directory, or the directory "
@@ -158,11 +162,13 @@ class Runs:
         """With what happened until now."""
         if name not in self.names():
             return None
-        if name not in self._known:
-            single = _is_run(self.directory)
-            self._known[name] = Run(self.directory if single else self.directory / name)
-        run = self._known[name]
-        run.history.read()
+        with self._lock:
+            if name not in self._known:
+                single = _is_run(self.directory)
+                self._known[name] = Run(self.directory if single else self.directory / name)
+            run = self._known[name]
+        with run.lock:
+            run.history.read()
         return run
 
 

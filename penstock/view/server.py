@@ -45,8 +45,9 @@ def make_app(runs: Runs, token: str) -> Starlette:
                 if run is None:
                     return JSONResponse({"error": "there is no such run"}, status_code=404)
                 try:
-                    found = answer(run, request)
-                except (ValueError, KeyError) as error:
+                    with run.lock:
+                        found = answer(run, request)
+                except (ValueError, KeyError, OverflowError) as error:
                     return JSONResponse({"error": str(error)}, status_code=400)
                 except PenstockError as error:
                     return JSONResponse({"error": refused(error)}, status_code=409)
@@ -60,7 +61,12 @@ def make_app(runs: Runs, token: str) -> Starlette:
 
     async def listed(request: Request) -> Response:
         def look() -> list[dict[str, Any]]:
-            return [run.brief() for name in runs.names() if (run := runs.get(name)) is not None]
+            briefs = []
+            for name in runs.names():
+                if (run := runs.get(name)) is not None:
+                    with run.lock:
+                        briefs.append(run.brief())
+            return briefs
 
         return JSONResponse({"runs": await anyio.to_thread.run_sync(look)})
 

@@ -90,7 +90,7 @@ class Exchange:
     def retried(self) -> bool:
         """The client marked it as asked before."""
         count = self._headers.get(RETRY_COUNT, b"0")
-        return count.isdigit() and int(count) > 0
+        return count.isdigit() and bool(count.strip(b"0"))
 
     async def read(self, max_body: int) -> bytes:
         """The body, whole. Raises Refused when it is longer or slower than allowed, Gone when the client is gone."""

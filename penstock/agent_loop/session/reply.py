@@ -20,6 +20,8 @@ class Reply:
         """Notified with every piece, and when it is over."""
         self.recorded: Recorded | None = None
         """Set when the answer is on record."""
+        self.lost = False
+        """The client that waited for it is gone, and none has asked for it again."""
         self._finished: Finished | None = None
         self._refused: Refused | None = None
 

@@ -98,8 +98,8 @@ class Session:
         self._seams = seams or Seams(tokenizer)
         self._tree = Tree(rules.strictness)
         self._placing = Placing(transcript)
-        self._replies: dict[bytes, Reply] = {}
-        """The last one to each request."""
+        self._replies: dict[bytes, list[Reply]] = {}
+        """By request, those that were asked for with it."""
         self._making: set[asyncio.Task[None]] = set()
         self._answers: list[Recorded] = []
         self._turns = 0
@@ -114,18 +114,24 @@ class Session:
         """
         if self._closed:
             raise Refused(403, "this session has ended", code="session_ended")
-        known = self._replies.get(request)
-        if retried and known is not None and not known.failed:
-            return known
+        known = [reply for reply in self._replies.get(request, ()) if not reply.failed]
+        if retried and known:
+            # Equal requests may be open at once: the one that lost its client is the one that is asked for again.
+            reply = next((reply for reply in known if reply.lost), known[-1])
+            reply.lost = False
+            return reply
         self._require_allowance()
         reading = self._read(asking)
         prompt_tokens = self._placing.num_before(reading.after) + len(reading.ids) // 4
         params = self._params(asking, prompt_tokens)
-        place = self._placing.take(reading.after, reading.ids)
+        try:
+            place = self._placing.take(reading.after, reading.ids)
+        except Interrupted:  # the rollout's time is up, and its agent does not know yet
+            raise _ended() from None
         reply = Reply(asking, self._answer_id(place), prompt_tokens)
         self._turns += 1
         self.unheeded.update(asking.unheeded, asking.sampling)
-        self._replies[request] = reply
+        self._replies.setdefault(request, []).append(reply)
         making = asyncio.create_task(self._make(reply, place, params, reading), name=f"answer {reply.answer_id}")
         self._making.add(making)
         making.add_done_callback(lambda task: self._made(task, reply, place))
@@ -138,6 +144,7 @@ class Session:
 
     def ended(self, reply: Reply, *, delivered: bool) -> None:
         """One that was not delivered is made all the same: the client asks again, or later shows that it has it."""
+        reply.lost = not delivered
 
     def drop(self) -> None:
         """Nothing more is answered, and what is being made is dropped."""
@@ -153,11 +160,9 @@ class Session:
 
     def settle(self) -> Recorded | None:
         """After `close`: leaves out of training what no client received. Returns the last answer that one did."""
-        for recorded in self._answers:
-            if not recorded.received:
-                self._transcript.leave_out(recorded.segment, recorded.begin, recorded.end)
-        self._transcript.leave_out_unread()
-        return next((recorded for recorded in reversed(self._answers) if recorded.received), None)
+        received = [recorded for recorded in self._answers if recorded.received]
+        self._transcript.train_only({(recorded.segment, recorded.begin) for recorded in received})
+        return received[-1] if received else None
 
     # Inside.
 
@@ -215,6 +220,13 @@ class Session:
                     code="context_length_exceeded",
                 )
             bounds.append(rules.context - prompt_tokens)
+        if min(bounds) < own.min_tokens:
+            if asking.max_tokens is not None and asking.max_tokens < own.min_tokens:
+                raise bad_request(
+                    f"max_tokens is {asking.max_tokens}; the run's answers have at least {own.min_tokens}"
+                )
+            self.cut = True
+            raise _limit(f"{min(bounds)} tokens are left; the run's answers have at least {own.min_tokens}")
         return msgspec.structs.replace(own, max_tokens=min(bounds), stop=(*own.stop, *asking.stop))
 
     async def _make(self, reply: Reply, place: Place, params: SampleParams, reading: _Reading) -> None:

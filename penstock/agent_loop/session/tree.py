@@ -69,7 +69,8 @@ class Tree:
     def __init__(self, strictness: Strictness = "json-arguments") -> None:
         self._strictness: Strictness = strictness
         self._openings: dict[Key, _Spot] = {}
-        self._texts: dict[str, list[tuple[str, Recorded]]] = {}
+        self._texts: dict[str, dict[str, list[Recorded]]] = {}
+        """By model and text."""
 
     def history(self, model: str, tools: Sequence[Message], messages: Sequence[Message]) -> History:
         return History(self._opening(model, tools), tuple([self._key(message) for message in messages]))
@@ -99,16 +100,16 @@ class Tree:
 
     def add_text(self, model: str, text: str, recorded: Recorded) -> None:
         """For completions without messages: `text` is the prompt and the answer."""
-        self._texts.setdefault(model, []).append((text, recorded))
+        self._texts.setdefault(model, {}).setdefault(text, []).append(recorded)
 
     def attach_text(self, model: str, text: str) -> tuple[Recorded | None, int]:
         """As `attach`, in characters."""
         deepest: tuple[Recorded | None, int] = (None, 0)
-        for said, recorded in self._texts.get(model, ()):
+        for said, answers in self._texts.get(model, {}).items():
             if len(said) > deepest[1] and text.startswith(said):
-                recorded.received = True
-                if recorded.resume_at is not None:
-                    deepest = (recorded, len(said))
+                found = _received(answers)
+                if found.resume_at is not None:
+                    deepest = (found, len(said))
         return deepest
 
     def _opening(self, model: str, tools: Sequence[Message]) -> Key:

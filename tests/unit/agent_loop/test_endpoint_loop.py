@@ -22,9 +22,10 @@ from session_clients import Spoken, user
 
 from penstock.agent_loop.endpoint import EndpointAgentLoop, EndpointAgentLoopConfig
 from penstock.agent_loop.session.agents import as_report
-from penstock.errors import ConfigError, DataFailure, EngineUnavailable
+from penstock.errors import ConfigError, DataFailure, EngineUnavailable, InfrastructureFailure
 from penstock.ports import Completion, GenerateRequest
 from penstock.rollout import (
+    FailureReason,
     FinishReason,
     Group,
     Prompt,
@@ -183,6 +184,40 @@ def test_an_agent_that_fails_because_the_engine_did_is_not_to_blame() -> None:
     (rollout,) = play(loop_of("one", agent=fails, faults=EngineFaults(fails=1.0)))
     assert rollout.error is not None
     assert (rollout.error.reason, rollout.error.infrastructure) == ("engine_error", True)
+
+
+async def makes_the_best_of_it(base_url: str, api_key: str) -> str:
+    try:
+        return await ask(base_url, api_key, user("hello"))
+    except httpx.HTTPError:
+        return "I do not know."
+
+
+def test_an_agent_that_goes_on_without_an_answer_of_the_engine_is_not_judged() -> None:
+    (rollout,) = play(loop_of("one", agent=makes_the_best_of_it, faults=EngineFaults(fails=1.0)))
+    assert rollout.error is not None
+    assert (rollout.error.reason, rollout.error.infrastructure) == ("engine_error", True)
+
+
+class Deaf(Spoken):
+    """Answers once."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        if self.asked:
+            raise InfrastructureFailure("it broke", reason=FailureReason.ENGINE_ERROR)
+        return await super().generate(request)
+
+
+async def asks_on(base_url: str, api_key: str) -> str:
+    one = await ask(base_url, api_key, user("hello"))
+    with contextlib.suppress(httpx.HTTPError):
+        await ask(base_url, api_key, user("hello"), {"role": "assistant", "content": one}, user("more"))
+    return "I do not know."
+
+
+def test_a_conversation_that_the_engine_broke_off_is_not_judged_by_its_beginning() -> None:
+    (rollout,) = play(loop_of(agent=asks_on, engine=Deaf(TOKENIZER, ["one"], end="<|im_end|>")))
+    assert rollout.error is not None and rollout.error.infrastructure
 
 
 class Dead(Spoken):

@@ -38,3 +38,9 @@ def test_what_cannot_be_served_is_refused_before_a_model_is_loaded(
 ) -> None:
     assert main(["serve", "no-such-model", *options]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_people_put_beside_the_exported_weights_is_not_served(tmp_path: Path) -> None:
+    for name in ("step-9", "step-10", "step-10-copy"):
+        (tmp_path / "hf" / name).mkdir(parents=True)
+    assert model_of(str(tmp_path)) == str(tmp_path / "hf" / "step-10")

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import contextlib
+import io
+import math
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,8 @@ from starlette.testclient import TestClient
 from view_runs import HOSTILE, end_run, step_events, tell
 
 from penstock.errors import RefusedError
+from penstock.events import Warned
+from penstock.trainer.observers import EVENTS_FILE
 from penstock.view.runs import Runs
 from penstock.view.server import COOKIE, PAGE
 
@@ -151,3 +157,55 @@ def test_a_directory_without_runs_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_directory_itself_may_be_given(run_dir: Path) -> None:
     assert Runs(run_dir).names() == ["first"]
+
+
+def test_figures_that_are_no_numbers_do_not_end_the_page(client: TestClient, run_dir: Path) -> None:
+    nan = {"judger/unjudged": math.nan, "train/mismatch/k3_kl": math.inf, "length/truncated_share": math.nan}
+    for step in range(3, 7):
+        tell(run_dir, *step_events(step, **nan, **{"tokens/wasted": math.nan}))
+    now = client.get("/api/first/now").json()
+    assert now["step"] == 6 and now["tokens"]["wasted"] == 0
+    assert client.get("/api/first/curves", params={"name": "tokens/wasted"}).json()["curves"]["tokens/wasted"] == []
+
+
+def test_a_number_that_no_run_has_is_refused(client: TestClient) -> None:
+    for question in ("batch?step=", "rollouts?step=", "groups?state=trained&after=", "rollout?id=x&step="):
+        assert client.get(f"/api/first/{question}{10**30}").status_code == 400, question
+
+
+class Meeting(io.FileIO):
+    """A file whose readers wait for one another when they have read, for a while."""
+
+    both = threading.Barrier(2)
+
+    def read(self, size: int | None = -1) -> bytes:  # type: ignore[override]
+        found = super().read(-1 if size is None else size) or b""
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.both.wait(timeout=0.2)
+        return found
+
+
+class MeetingPath:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def open(self, mode: str) -> Meeting:
+        return Meeting(self._path)
+
+
+def test_two_questions_at_once_read_every_event_once(run_dir: Path) -> None:
+    runs = Runs(run_dir.parent)
+    run = runs.get("first")
+    assert run is not None
+    tell(run_dir, *[Warned(text=str(number)) for number in range(100)])
+    history: Any = run.history
+    history.path = MeetingPath(run_dir / EVENTS_FILE)
+    asking = [threading.Thread(target=runs.get, args=("first",)) for _ in range(2)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert [told.text for told in run.history.told] == ["something odd", *map(str, range(100))]
+    tell(run_dir, Warned(text="the last"))
+    runs.get("first")
+    assert run.history.told[-1].text == "the last"

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 from chat_families import tokenizer_of
-from session_clients import Talk, as_message, assistant, played, receive, system, user
+from session_clients import Kept, Talk, as_message, assistant, played, receive, system, user
 
 from penstock.agent_loop.session.requests import Refused
 from penstock.agent_loop.session.session import SessionRules
+from penstock.ports import FinishedTurn
 from penstock.replay.codec import encode_turn
 from penstock.replay.schema import TurnRow
 from penstock.replay.turns import put_back_turns
-from penstock.rollout import ROOT, RolloutState
+from penstock.rollout import ROOT, RolloutState, SampleParams
 from penstock.testing import run_virtual
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
@@ -216,6 +217,32 @@ def test_an_identical_request_without_the_mark_is_a_new_sample() -> None:
     ]
 
 
+def test_of_equal_requests_a_marked_retry_gets_the_answer_that_lost_its_client() -> None:
+    async def main(talk: Talk) -> None:
+        lost, other = talk.ask(user("hello")), talk.ask(user("hello"))
+        talk.session.ended(lost, delivered=False)
+        again = talk.ask(user("hello"), retried=True)
+        assert again is lost
+        for reply in (again, other):
+            await receive(reply)
+
+    talk = played(["one", "two"], main)
+    assert talk.shape == [(ROOT, HELLO, [said("one")]), (ROOT, HELLO, [said("two")])]
+
+
+def test_an_answer_shorter_than_the_run_allows_is_refused() -> None:
+    async def main() -> None:
+        params = SampleParams(max_tokens=50, min_tokens=8)
+        with pytest.raises(Refused, match="max_tokens is 4; the run's answers have at least 8") as refused:
+            Talk(params=params).ask(user("hello"), max_tokens=4)
+        assert refused.value.code == "invalid_request"
+        with pytest.raises(Refused, match="7 tokens are left") as refused:
+            Talk(params=params, rules=SessionRules(max_tokens=7)).ask(user("hello"))
+        assert refused.value.code == "session_limit"
+
+    run_virtual(main())
+
+
 def test_a_turn_that_is_sampled_again_later_is_a_branch_from_before_it() -> None:
     async def main(talk: Talk) -> None:
         one = await talk.say(user("hello"))
@@ -310,7 +337,51 @@ def test_an_answer_that_is_still_made_when_the_session_ends_leaves_nothing_to_tr
     ]
 
 
+class Slow(Kept):
+    """A disk that does not answer."""
+
+    async def append(self, turn: FinishedTurn, *, durable: bool = False) -> None:
+        await super().append(turn)
+        if durable:
+            await asyncio.Event().wait()
+
+
+def test_an_answer_that_is_still_written_to_disk_when_the_session_ends_is_not_trained() -> None:
+    async def main() -> Talk:
+        talk = Talk("unheard", kept=Slow())
+        reply = talk.ask(user("hello"))
+        await asyncio.sleep(60)
+        await talk.over()
+        assert reply.failed
+        return talk
+
+    assert run_virtual(main()).shape == [(ROOT, HELLO, [given("unheard<|im_end|>")])]
+
+
 # Completions of a text.
+
+
+def test_of_completions_with_the_same_words_the_one_that_was_received_goes_on() -> None:
+    async def main(talk: Talk) -> None:
+        lost = talk.complete("hello")
+        await lost.changed.wait_until(lambda: lost.is_over)
+        heard = talk.complete("hello")
+        await receive(heard)
+        await receive(talk.complete("hellosame and"))
+        assert lost.recorded is not None and not lost.recorded.received
+
+    played(["same", "same", "three"], main)
+
+
+def test_a_request_after_the_rollout_was_played_to_its_end_is_told_that_the_session_has_ended() -> None:
+    async def main(talk: Talk) -> None:
+        await talk.say(user("hello"))
+        talk.transcript.doing = ""
+        with pytest.raises(Refused) as refused:
+            talk.ask(user("something else"))
+        assert refused.value.code == "session_ended"
+
+    played(["one"], main)
 
 
 def test_a_completion_goes_on_from_the_recorded_tokens_of_its_text() -> None:

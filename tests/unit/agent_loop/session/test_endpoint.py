@@ -360,6 +360,16 @@ def test_a_thousand_malformed_bodies_are_refused_and_nothing_is_recorded() -> No
     serve(main, "never")
 
 
+def test_a_retry_count_of_any_length_is_read() -> None:
+    async def main(talk: Served) -> None:
+        async with talk.http() as client:
+            headers = {"x-stainless-retry-count": "9" * 5000}
+            answer = await client.post("/v1/chat/completions", json=chat(), headers=headers)
+            assert answer.status_code == 200
+
+    serve(main, "one")
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_of_a_hundred_megabytes_is_cut_off_early(chunked: bool) -> None:
     async def main(talk: Served) -> None:
