@@ -82,7 +82,9 @@ def configurations() -> list[type[Config]]:
             source = importlib.util.find_spec(module.name)
             if source is not None and source.origin is not None and "Config)" in Path(source.origin).read_text():
                 importlib.import_module(module.name)
-    found = {cls for cls in _subclasses(Config) if cls.__module__.startswith("penstock.")}
+    # Recipes may have been imported by whoever asks; what they define is theirs.
+    packages = {cls: cls.__module__.split(".")[:2] for cls in _subclasses(Config)}
+    found = {cls for cls, package in packages.items() if package[0] == "penstock" and package[1:] != ["recipes"]}
     return sorted(found, key=lambda cls: (cls.__module__, inspect.getsourcelines(cls)[1]))
 
 
