@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from penstock.cli.config_file import load_config
 from penstock.data import PromptSet
+from penstock.engine import EnginesConfig
 from penstock.errors import ConfigError, DeadlineExceeded, InfrastructureFailure, ModelError, RunError
 from penstock.events import Nobody
 from penstock.models import load_tokenizer, resolve_model, set_cache_directory
@@ -145,6 +146,24 @@ def test_a_teacher_of_another_vocabulary_is_refused(tiny_dir: Path, how: str, pr
     config = DistillationConfig(teachers=TeacherConfig(model="tiny"))
     with pytest.raises(ModelError, match=problem):
         config.build(Student(load_tokenizer(tiny_dir)), deterministic=False, threads=1, observer=Nobody())
+
+
+class CountedEngines(EnginesConfig):
+    built: ClassVar[list[str]] = []
+
+    def build(self, model_dir: str, *arguments: Any, **options: Any) -> Any:
+        self.built.append(model_dir)
+
+
+def test_no_teacher_is_started_when_one_of_them_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    engines = CountedEngines()
+    first = TeacherConfig(model="tiny", engines=engines)
+    other = TeacherConfig(model=str(tmp_path), engines=engines, data_sources=["words"])
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        DistillationConfig(teachers=[first, other]).build(
+            load_tokenizer(tiny_dir), deterministic=False, threads=1, observer=Nobody()
+        )
+    assert CountedEngines.built == []
 
 
 def test_a_teacher_whom_nobody_needs_is_refused() -> None:
