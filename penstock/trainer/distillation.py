@@ -151,6 +151,9 @@ class Teachers:
             return [np.frombuffer(segment.tokens.logprobs, dtype=np.float32) for segment in rollout.segments]
         found = []
         for index, segment in enumerate(rollout.segments):
+            if not len(segment.tokens):  # begun, and nothing was said
+                found.append(np.empty(0, dtype=np.float32))
+                continue
             context = unpack_ids(rollout.context_ids(index))
             ids = np.concatenate([context, unpack_ids(segment.tokens.ids)])
             scores = await self._asked(engine, ids.tolist(), rollout.rollout_id)

@@ -75,6 +75,14 @@ def test_every_segment_is_scored_after_its_own_context() -> None:
     assert [column.tolist() for column in found["a"]] == [[-3.0, -4.0, -5.0], [-4.0, -5.0]]
 
 
+def test_a_segment_in_which_nothing_was_said_has_nothing_to_score() -> None:
+    engine = Scorer()
+    first = Segment(Tokens().append([5, 6], [-1.0] * 2, model_step=0), ROOT, 2)
+    found = asyncio.run(teachers({"": engine}).score([[rollout("a", "", first, Segment(Tokens(), 0, 1))]]))
+    assert engine.asked == [[3, 4, 5, 6]]
+    assert [column.tolist() for column in found["a"]] == [[-3.0, -4.0], []]
+
+
 def test_each_data_source_has_its_teacher_and_what_has_none_is_left_as_it_is() -> None:
     sums, words = Scorer(1.0), Scorer(10.0)
     groups: list[Group] = [[rollout("s", "sums")], [rollout("w", "words")], [rollout("o", "other")]]
