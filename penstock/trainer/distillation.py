@@ -70,11 +70,15 @@ class DistillationConfig(Config):
         """Start the teachers' engines. Raises ModelError when one has another vocabulary."""
         from penstock.models import load_tokenizer, resolve_model
 
-        engines: dict[str, Engine] = {}
+        found = []
         for teacher in self.teacher_list:
             directory = resolve_model(teacher.model)
             tokenizer = load_tokenizer(directory)
             _check_vocabulary(teacher.model, tokenizer, student)
+            found.append((teacher, directory, tokenizer))
+        # Only now: the engine of one must not be left behind when the next is refused.
+        engines: dict[str, Engine] = {}
+        for teacher, directory, tokenizer in found:
             engine = teacher.engines.build(
                 str(directory), tokenizer, deterministic=deterministic, threads=threads, observer=observer
             )
@@ -147,6 +151,9 @@ class Teachers:
             return [np.frombuffer(segment.tokens.logprobs, dtype=np.float32) for segment in rollout.segments]
         found = []
         for index, segment in enumerate(rollout.segments):
+            if not len(segment.tokens):  # begun, and nothing was said
+                found.append(np.empty(0, dtype=np.float32))
+                continue
             context = unpack_ids(rollout.context_ids(index))
             ids = np.concatenate([context, unpack_ids(segment.tokens.ids)])
             scores = await self._asked(engine, ids.tolist(), rollout.rollout_id)

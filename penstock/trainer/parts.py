@@ -269,14 +269,22 @@ def _build_parts(
         placement=site.placement,
         context=opened.context,
     )
+    channel = site.build_channel(run, worker, engine)
+    undo.callback(_close_now, channel)
+    undo.callback(_close_now, opened.judgers)
+    manager = config.manager.build(world)
+    undo.callback(_close_now, manager)
+    evaluator = opened.evaluator(asked, run_dir / "eval_dead_letters.jsonl")
+    if evaluator is not None:
+        undo.callback(_close_now, evaluator)
     return Parts(
         engine=engine,
-        channel=site.build_channel(run, worker, engine),
+        channel=channel,
         judgers=opened.judgers,
         worker=worker,
         buffer=buffer,
-        manager=config.manager.build(world),
-        evaluator=opened.evaluator(asked, run_dir / "eval_dead_letters.jsonl"),
+        manager=manager,
+        evaluator=evaluator,
         teachers=teachers,
         checkpoints=checkpoints,
         prompts=prompts,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from penstock.cli.config_file import load_config
 from penstock.data import PromptSet
+from penstock.engine import EnginesConfig
 from penstock.errors import ConfigError, DeadlineExceeded, InfrastructureFailure, ModelError, RunError
 from penstock.events import Nobody
 from penstock.models import load_tokenizer, resolve_model, set_cache_directory
@@ -72,6 +73,14 @@ def test_every_segment_is_scored_after_its_own_context() -> None:
     found = asyncio.run(teachers({"": engine}).score([[rollout("a", "", first, branch)]]))
     assert engine.asked == [[3, 4, 5, 6, 7], [3, 4, 5, 8, 9]]
     assert [column.tolist() for column in found["a"]] == [[-3.0, -4.0, -5.0], [-4.0, -5.0]]
+
+
+def test_a_segment_in_which_nothing_was_said_has_nothing_to_score() -> None:
+    engine = Scorer()
+    first = Segment(Tokens().append([5, 6], [-1.0] * 2, model_step=0), ROOT, 2)
+    found = asyncio.run(teachers({"": engine}).score([[rollout("a", "", first, Segment(Tokens(), 0, 1))]]))
+    assert engine.asked == [[3, 4, 5, 6]]
+    assert [column.tolist() for column in found["a"]] == [[-3.0, -4.0], []]
 
 
 def test_each_data_source_has_its_teacher_and_what_has_none_is_left_as_it_is() -> None:
@@ -145,6 +154,24 @@ def test_a_teacher_of_another_vocabulary_is_refused(tiny_dir: Path, how: str, pr
     config = DistillationConfig(teachers=TeacherConfig(model="tiny"))
     with pytest.raises(ModelError, match=problem):
         config.build(Student(load_tokenizer(tiny_dir)), deterministic=False, threads=1, observer=Nobody())
+
+
+class CountedEngines(EnginesConfig):
+    built: ClassVar[list[str]] = []
+
+    def build(self, model_dir: str, *arguments: Any, **options: Any) -> Any:
+        self.built.append(model_dir)
+
+
+def test_no_teacher_is_started_when_one_of_them_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    engines = CountedEngines()
+    first = TeacherConfig(model="tiny", engines=engines)
+    other = TeacherConfig(model=str(tmp_path), engines=engines, data_sources=["words"])
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        DistillationConfig(teachers=[first, other]).build(
+            load_tokenizer(tiny_dir), deterministic=False, threads=1, observer=Nobody()
+        )
+    assert CountedEngines.built == []
 
 
 def test_a_teacher_whom_nobody_needs_is_refused() -> None:

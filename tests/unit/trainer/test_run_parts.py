@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,7 @@ from penstock.trainer.checkpointing import RunCheckpointer
 from penstock.trainer.checkpoints import Checkpoint, CheckpointStore
 from penstock.trainer.gauges import Gauges
 from penstock.trainer.origin import ModelOrigin
+from penstock.trainer.parts import Parts, build_trainer
 from penstock.trainer.resume import Beginning, require_unchanged
 from penstock.trainer.signals import Stop, stopped_by_signals
 from penstock.trainer.summary import SummarySink
@@ -229,3 +232,25 @@ def test_an_evaluation_that_is_refused_leaves_the_result_of_an_earlier_one(tmp_p
     with pytest.raises(PenstockError):
         config.evaluate(out_dir=tmp_path)
     assert (tmp_path / "result.json").read_text() == "{}"
+
+
+def test_everything_that_was_built_is_closed_when_the_run_is_refused_at_last(tmp_path: Path) -> None:
+    closed: list[str] = []
+
+    def refuses(config: Any, built: Parts, run_dir: Path, observers: Any, beginning: Beginning) -> None:
+        for name in ("engine", "channel", "judgers", "worker", "buffer", "manager", "evaluator"):
+            part = getattr(built, name)
+            part.close = _noting(closed, name, part.close)
+        raise RefusedError("another process began a run there meanwhile")
+
+    with pytest.raises(RefusedError):
+        build_trainer(load_config("tiny", ["cpu_threads=1"]), refuses, tmp_path / "run", None, None)
+    assert sorted(closed) == ["buffer", "channel", "engine", "evaluator", "judgers", "manager", "worker"]
+
+
+def _noting(closed: list[str], name: str, close: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
+    async def noted() -> None:
+        closed.append(name)
+        await close()
+
+    return noted
