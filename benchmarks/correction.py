@@ -188,7 +188,7 @@ def draw(found: dict[str, list[float]], lags: list[int], rates: list[float], pat
         line[0].set_ylabel("mean reward", fontsize=9)
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="lower center", ncol=len(METHODS), fontsize=9)
     figure.tight_layout(rect=(0, 0.3 / size[1], 1, 1))
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
 
 
 def figure_name(method: str, lag: int, rate: float) -> str:
