@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
@@ -98,13 +99,15 @@ class _App:
         except Gone:
             pass
         except Refused as refused:
-            await exchange.respond(refused.status, self._error(refused), refused.headers)
+            with contextlib.suppress(Gone):
+                await exchange.respond(refused.status, self._error(refused), refused.headers)
         except Exception as error:
             logger.exception("a request could not be served")
             if exchange.started:
                 raise
             fault = Refused(500, f"{type(error).__name__}: {error}", code="server_error")
-            await exchange.respond(500, self._error(fault))
+            with contextlib.suppress(Gone):
+                await exchange.respond(500, self._error(fault))
 
 
 async def _models(exchange: Exchange, answers: Answers, door: Door, max_body: int) -> None:

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 MAX_BODY = 32 << 20
 """Bytes; a conversation of a million tokens has a fifth of that."""
 BODY_TIMEOUT_S = 60.0
+SEND_TIMEOUT_S = 60.0
+"""For a client to take what it is sent; one that does not read is as good as gone."""
 ANSWER_TIMEOUT_S = 540.0
 """Below what the clients of OpenAI and Anthropic wait, 600 s: it is the server that ends a wait, and a client that asks
 again joins the answer that is still being made."""
@@ -200,11 +202,19 @@ class Exchange:
     async def _begin(self, status: int, content_type: str, headers: dict[str, str]) -> None:
         self.started = True
         encoded = [(name.encode(), value.encode()) for name, value in {"content-type": content_type, **headers}.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+        await self._put({"type": "http.response.start", "status": status, "headers": encoded})
 
     async def _more(self, body: bytes) -> None:
         if body:
-            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            await self._put({"type": "http.response.body", "body": body, "more_body": True})
 
     async def _end(self, body: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._put({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _put(self, message: MutableMapping[str, Any]) -> None:
+        """Raises Gone."""
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await self._send(message)
+        except TimeoutError:
+            raise Gone from None
