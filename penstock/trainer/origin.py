@@ -31,10 +31,18 @@ class ModelOrigin(msgspec.Struct, frozen=True, kw_only=True):
     weights: dict[str, str]
     tokenizer: dict[str, str]
     config: dict[str, str]
+    beside: dict[str, dict[str, str]] = {}
+    """The weights of the other models that the run learns from, by what they are to it: its reference, its teachers."""
 
 
-def model_origin(model_dir: Path) -> ModelOrigin:
-    """Reads every file of the model. Raises StorageError."""
+def model_origin(model_dir: Path, beside: Mapping[str, Path] | None = None) -> ModelOrigin:
+    """Reads every file of the model, and the weights of those beside it. Raises StorageError."""
+    origin = _origin_of(model_dir)
+    others = {name: _origin_of(directory).weights for name, directory in (beside or {}).items()}
+    return msgspec.structs.replace(origin, beside=others)
+
+
+def _origin_of(model_dir: Path) -> ModelOrigin:
     kinds = {"weights": WEIGHT_FILES, "tokenizer": TOKENIZER_FILES, "config": CONFIG_FILES}
     try:
         files = [path for path in sorted(model_dir.iterdir()) if path.is_file()]
@@ -62,6 +70,12 @@ def require_same_model(state: Mapping[str, Any], step: int, now: ModelOrigin) ->
         for kind in ("weights", "tokenizer", "config")
         if kind in saved
         for difference in _differences(saved[kind], getattr(now, kind))
+    ]
+    problems += [
+        f"{name}: {difference}"
+        for name, weights in saved.get("beside", {}).items()
+        if name in now.beside  # one that the configuration no longer names is a change of that
+        for difference in _differences(weights, now.beside[name])
     ]
     if problems:
         was = f" (it was in {saved['directory']})" if saved.get("directory", now.directory) != now.directory else ""

@@ -127,7 +127,15 @@ class _Opened:
 
     def origin(self) -> ModelOrigin:
         self.loading("the checksums")
-        return model_origin(self.model_dir)
+        kl, distillation = self.config.train.kl, self.config.distillation
+        beside = (
+            {f"the teacher {teacher.model}": teacher.model for teacher in distillation.teacher_list}
+            if distillation
+            else {}
+        )
+        if kl is not None and kl.reference is not None:
+            beside["the reference"] = kl.reference
+        return model_origin(self.model_dir, {name: resolve_model(model) for name, model in beside.items()})
 
     def engines(self) -> Engines:
         self.loading("the engine")

@@ -70,3 +70,19 @@ def test_a_checkpoint_of_an_earlier_version_is_compared_by_what_it_names(model_d
 def test_a_model_that_cannot_be_read_is_a_storage_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot be read"):
         model_origin(tmp_path / "missing")
+
+
+def test_a_reference_or_a_teacher_with_other_weights_is_named(
+    model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    teacher = tmp_path_factory.mktemp("teacher")
+    (teacher / "model.safetensors").write_text("wise")
+    (teacher / "tokenizer.json").write_text("words")
+    beside = {"the teacher": teacher}
+    state = state_of(model_origin(model_dir, beside))
+    require_same_model(state, 7, model_origin(model_dir, beside))
+    (teacher / "model.safetensors").write_text("wiser")
+    with pytest.raises(CheckpointError, match=r"the teacher: model\.safetensors has another content"):
+        require_same_model(state, 7, model_origin(model_dir, beside))
+    # One that the run no longer has is a change of its configuration, which is compared elsewhere.
+    require_same_model(state, 7, model_origin(model_dir))
