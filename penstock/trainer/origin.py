@@ -51,7 +51,7 @@ def _origin_of(model_dir: Path) -> ModelOrigin:
             sums = {path: found.sha256 for path, found in zip(named, pool.map(Files().checksum, named), strict=True)}
     except OSError as error:
         raise StorageError(f"the model in {model_dir} cannot be read: {error}") from error
-    by_kind = {
+    by_kind: dict[str, Any] = {
         kind: {path.name: digest for path, digest in sums.items() if _is_any(path, patterns)}
         for kind, patterns in kinds.items()
     }
