@@ -58,7 +58,7 @@ demo: $(READY) ## train a model with the recipe quickstart, into runs/quickstart
 # Both cores at work: one test process per core, and one thread in each, because threads that wait for a core that
 # another process holds are worse than none. In the order of the tree: the long files come first, so that no core is
 # left alone with one of them at the end.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations 10
 
 OTHER_TIERS := --ignore tests/vllm --ignore tests/verifiers --ignore tests/cluster --ignore tests/browser --ignore tests/docs
 
@@ -66,7 +66,7 @@ test: $(READY) ## all tests but the heavy tiers: test-long, crash-quick, test-ra
 	$(PYTEST) tests $(OTHER_TIERS) -m 'not crash_tier and not long_tier and not soak_tier'
 
 test-long: $(READY) ## simulations, crashes and kills at their full size, and the tests that take tens of seconds
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal tests $(OTHER_TIERS) --full -m 'long_tier or sized'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --durations 25 tests $(OTHER_TIERS) --full -m 'long_tier or sized'
 
 test-vllm: $(READY) $(VLLM_READY) ## the tests with a real vLLM
 	$(BIN)/python -m pytest tests/vllm

@@ -25,6 +25,7 @@ NOT_LIGHT = (
     "penstock.engine.",
     "penstock.cluster",
     "penstock.view",
+    "penstock.trainer.spans",  # of an extra
 )
 ENDLESS = [math.inf, -math.inf, math.nan, 10**25, -(10**25)]
 
