@@ -71,6 +71,7 @@ def test_without_the_option_no_profile_is_recorded(tiny_run):
     assert not (tiny_run / "profile.json").exists()
 
 
+@pytest.mark.long_tier
 def test_tiny_async_learns_as_well_as_tiny(tiny_run, penstock, tmp_path, read_lines):
     run = penstock("train", "tiny-async", "--run-dir", "run")
     output, _ = run.communicate(timeout=240)

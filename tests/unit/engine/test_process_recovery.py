@@ -129,6 +129,7 @@ def test_when_the_last_engine_is_gone_and_cannot_return_the_error_names_every_en
     run(test)
 
 
+@pytest.mark.long_tier
 def test_a_colocated_engine_killed_asleep_or_serving_is_restarted_with_the_current_weights(
     served_dir: Path, tmp_path: Path, subjects: dict[str, Subject]
 ) -> None:
