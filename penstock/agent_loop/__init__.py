@@ -1,7 +1,8 @@
 """A group of prompts in, the group played and judged.
 
 base.py         AgentLoop: what a user subclasses; plays a group
-transcript.py   Transcript: the record of one rollout while it is played
+transcript.py   Transcript: one rollout while it is played
+record.py       Record: what it has on record, read back and written
 judging.py      what becomes of an answer that is whole
 deadline.py     deadlines that do not wait for a user's code to agree
 config.py       AgentLoopConfig

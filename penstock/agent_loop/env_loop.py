@@ -76,9 +76,9 @@ class EnvAgentLoop(AgentLoop):
         history = await self._begin(playing, transcript)
         answers: list[str] = []
         steps: list[Step] = []
-        begun = transcript.position(0)
+        begun = transcript.record.position(0)
         for turn in range(1, self._max_turns + 1):
-            answer = await transcript.generate(self._params(transcript.position(0) - begun))
+            answer = await transcript.generate(self._params(transcript.record.position(0) - begun))
             answers.append(answer.text)
             # Also of an answer that was cut: what it is worth only the environment knows.
             step = await self._ask(transcript, STEP, lambda: playing.step(answers, steps))
@@ -88,10 +88,9 @@ class EnvAgentLoop(AgentLoop):
                 transcript.rollout.finish_reason = answer.finish_reason
                 return
             history.append({"role": "assistant", "content": answer.text})
-            ids = ids_after(
-                self.tokenizer, history, step.messages, transcript.rollout.prompt.tools, last_id=transcript.last_id(0)
-            )
-            if transcript.position(0) - begun + len(ids) >= self.sample_params.max_tokens:
+            tools, last_id = transcript.rollout.prompt.tools, transcript.record.last_id(0)
+            ids = ids_after(self.tokenizer, history, step.messages, tools, last_id=last_id)
+            if transcript.record.position(0) - begun + len(ids) >= self.sample_params.max_tokens:
                 transcript.rollout.finish_reason = FinishReason.LENGTH
                 return
             await transcript.append(ids)

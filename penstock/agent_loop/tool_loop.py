@@ -55,14 +55,14 @@ class ToolAgentLoop(AgentLoop):
         history: list[dict[str, Any]] = [*rollout.messages]
         schemas = rollout.prompt.tools or self.toolbox.schemas
         for turn in range(1, self._max_turns + 1):
-            answer = await transcript.generate(self._params(transcript.position(0)))
+            answer = await transcript.generate(self._params(transcript.record.position(0)))
             parsed = self.parse(answer.text)
             if not self._goes_on(answer, parsed, turn):
                 break
             history.append(_answer_message(parsed, turn))
             new = _result_messages(parsed, await self._call(transcript, parsed.calls), turn)
-            ids = ids_after(self.tokenizer, history, new, schemas, last_id=transcript.last_id(0))
-            if transcript.position(0) + len(ids) >= self.sample_params.max_tokens:
+            ids = ids_after(self.tokenizer, history, new, schemas, last_id=transcript.record.last_id(0))
+            if transcript.record.position(0) + len(ids) >= self.sample_params.max_tokens:
                 rollout.finish_reason = FinishReason.LENGTH
                 break
             await transcript.append(ids)

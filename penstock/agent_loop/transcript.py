@@ -1,9 +1,8 @@
-"""Transcript: the record of one rollout while it is played. Nothing else writes a rollout's tokens.
+"""Transcript: one rollout while it is played. Nothing else writes a rollout's tokens.
 
 It appends what the engine and the tools said, turn by turn, into `rollout.turns` and `rollout.segments`. A rollout that
-was interrupted is played again from its beginning: calls that are on record are answered from it, and the interrupted
-one goes on from its tokens. A call of another kind than the one on record is refused, so that a tool's text is never
-taken for the model's.
+was interrupted is played again from its beginning: calls that are on record (`Record`) are answered from it, and the
+interrupted one goes on from its tokens.
 
 A conversation that only grows is segment 0. `branch` begins another one; each has its own line of turns, its own
 requests and its own random numbers, so several may be written at once and played again in any order.
@@ -13,15 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence, Set
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from penstock.agent_loop.asking import Asked, OnPiece
 from penstock.agent_loop.deadline import Clock
+from penstock.agent_loop.record import GENERATE, MESSAGE, TOOL, Record, last_tokens
 from penstock.agent_loop.rendering import ids_after
 from penstock.agent_loop.stops import resolve_stops
 from penstock.errors import DataFailure, Interrupted
@@ -36,18 +34,12 @@ from penstock.rollout import (
     RolloutState,
     SampleParams,
     Segment,
-    Tokens,
     Turn,
     pack_ids,
     unpack_ids,
 )
 
 T = TypeVar("T")
-
-GENERATE = "generate"
-TOOL = "tool"
-MESSAGE = "message"
-"""What somebody else said, already encoded: a user, a client, a template."""
 
 REFUSAL_S = 0.1
 """How long a refusal takes: code that calls again and again, whatever is raised, must not keep the event loop busy."""
@@ -77,6 +69,7 @@ class Calling(msgspec.Struct, frozen=True):
 class Transcript:
     def __init__(self, rollout: RolloutState, asked: Asked) -> None:
         self.rollout = rollout
+        self.record = Record(rollout)
         self.clock = Clock(lambda: self.stage)
         self.doing = "agent loop"
         """What the rollout waits for when it is neither the engine nor a tool; empty when it is played no more."""
@@ -86,8 +79,6 @@ class Transcript:
         self._current = 0
         self._num_segments = 1
         """Segments that this playing has asked for; the record may have more."""
-        self._turns_done: Counter[int] = Counter()
-        """Calls of this playing that were answered, by segment."""
         self._requests: dict[int, str] = {}
         """Open requests by segment."""
         self._tools = 0
@@ -116,7 +107,7 @@ class Transcript:
         segments = self.rollout.segments or (Segment(),)
         if segments[0].start != start:
             if segments[0].tokens:
-                raise self._mismatch("its first segment is on record with another beginning")
+                raise self.record.mismatch("its first segment is on record with another beginning")
             self.rollout.segments = (Segment(NO_TOKENS, ROOT, start), *segments[1:])
 
     def branch(self, parent: int = ROOT, start: int = WHOLE) -> int:
@@ -132,7 +123,7 @@ class Transcript:
             self.rollout.segments = (*segments, segment)
         elif (segments[index].parent, segments[index].start) != (parent, start):
             if segments[index].tokens or any(turn.segment == index for turn in self.rollout.turns):
-                raise self._mismatch(f"segment {index} is on record with another beginning")
+                raise self.record.mismatch(f"segment {index} is on record with another beginning")
             # A crash left only that there was one: a later segment finished a turn, and this one did not.
             self.rollout.segments = (*segments[:index], segment, *segments[index + 1 :])
         self._num_segments = index + 1
@@ -154,9 +145,9 @@ class Transcript:
         when the engine fails.
         """
         async with self._writing(segment) as segment:
-            recorded = self._recorded(segment, GENERATE)
+            recorded = self.record.next_turn(segment, GENERATE)
             if recorded is not None and recorded.finish_reason is not FinishReason.ABORT:
-                self._turns_done[segment] += 1
+                self.record.read_back(segment)
                 return Answer(recorded.text, recorded.finish_reason or FinishReason.STOP)
             params = self._checked(params)
             begun = recorded.num_tokens if recorded is not None else 0
@@ -165,12 +156,14 @@ class Transcript:
                 completion = await self._ask(segment, params, begun, on_piece)
                 assert completion.finish_reason is not None
                 reason = completion.finish_reason
-                self._append(segment, self._tokens(segment).append(*_columns(completion), steps=completion.steps))
+                before = self.record.tokens(segment)
+                self.record.set_tokens(segment, before.append(*_columns(completion), steps=completion.steps))
                 begun += len(completion.ids) // 4
             text = "" if reason is FinishReason.ABORT else self._decoded(segment, begun, params.stop)
             turn = Turn(GENERATE, begun, reason, text, segment)
             if reason is FinishReason.ABORT:
-                self._cut_off(turn, recorded)
+                self.interrupted = True
+                self.record.cut_off(turn, recorded)
                 raise Interrupted(f"rollout {self.rollout.rollout_id} was interrupted after {begun} tokens of a turn")
             await self._finished(turn, recorded, durable)
             return Answer(text, reason)
@@ -189,9 +182,9 @@ class Transcript:
         Raises DataFailure when the tool does not answer in time; what the tool raises passes.
         """
         async with self._writing(segment) as segment:
-            recorded = self._recorded(segment, TOOL, name)
+            recorded = self.record.next_turn(segment, TOOL, name)
             if recorded is not None:
-                self._turns_done[segment] += 1
+                self.record.read_back(segment)
                 return recorded.text
             text = await self._call(tool, timeout_s)
             ids = self._asked.tokenizer.encode(text)
@@ -207,7 +200,8 @@ class Transcript:
         is not made again, whichever of the others ended. What a call raises passes, and ends the others.
         """
         async with self._writing(segment) as segment:
-            answers = self._recorded_calls(segment, calls)
+            read = self.record.read_calls(segment, [calling.name for calling in calls])
+            answers = {number: ToolAnswer(turn.text, turn.outcome) for number, turn in read.items()}
             free = asyncio.Semaphore(at_once)
 
             async def make(number: int, calling: Calling) -> None:
@@ -224,7 +218,7 @@ class Transcript:
                             group.create_task(make(number, calling), name=f"tool {calling.name}")
             except ExceptionGroup as raised:
                 raise raised.exceptions[0] from None
-            self._sort_calls(segment, len(calls))
+            self.record.sort_calls(segment, len(calls))
             return [answers[number] for number in range(len(calls))]
 
     async def append(
@@ -243,14 +237,11 @@ class Transcript:
         """
         packed = pack_ids(ids)
         async with self._writing(segment) as segment:
-            recorded = self._recorded(segment, kind, name)
+            recorded = self.record.next_turn(segment, kind, name)
             if recorded is None:
                 await self._say(Turn(kind, len(packed) // 4, None, text, segment, name), packed, durable)
                 return
-            begun = 4 * self.position(segment)
-            if self._tokens(segment).ids[begun : begun + 4 * recorded.num_tokens] != packed:
-                raise self._mismatch(f"turn {self._turns_done[segment]} has other tokens on record")
-            self._turns_done[segment] += 1
+            self.record.read_tokens(segment, recorded, packed)
 
     async def say(self, text: str, *, role: str = "user", segment: int | None = None, durable: bool = False) -> None:
         """Somebody answers the model, as its chat template writes that after the answer: mask 0, no logprob.
@@ -258,11 +249,12 @@ class Transcript:
         Raises DataFailure when the template cannot go on so, ValueError when the model has not answered yet.
         """
         chosen = self._current if segment is None else segment
-        history = self._history(chosen)
+        history = self.record.history(chosen)
         if not history or history[-1]["role"] != "assistant":
             raise ValueError(f"{self.rollout.rollout_id}: `say` comes after an answer; call `generate` first")
         new = [{"role": role, "content": text}]
-        ids = ids_after(self._asked.tokenizer, history, new, self.rollout.prompt.tools, last_id=self.last_id(chosen))
+        tools, last_id = self.rollout.prompt.tools, self.record.last_id(chosen)
+        ids = ids_after(self._asked.tokenizer, history, new, tools, last_id=last_id)
         await self.append(ids, text=text, name=role, segment=chosen, durable=durable)
 
     # Those who play a conversation that may come back in another order.
@@ -270,44 +262,6 @@ class Transcript:
     def recall(self) -> None:
         """Every segment on record may be asked for from here on, in any order; `branch` begins others."""
         self._num_segments = max(1, len(self.rollout.segments))
-
-    def position(self, segment: int) -> int:
-        """How many tokens of a segment the calls of this playing have made, or read back."""
-        mine = [turn for turn in self.rollout.turns if turn.segment == segment]
-        return sum([turn.num_tokens for turn in mine[: self._turns_done[segment]]])
-
-    def last_id(self, segment: int) -> int | None:
-        """The last token of a segment that the calls of this playing have made, or read back."""
-        end = self.position(segment)
-        return int(unpack_ids(self._tokens(segment).ids)[end - 1]) if end else None
-
-    def on_record(self, segment: int) -> bytes | None:
-        """What a segment has on record before the next answer that a call reads back; None when nothing is left."""
-        mine = [turn for turn in self.rollout.turns if turn.segment == segment][self._turns_done[segment] :]
-        if not mine:
-            return None
-        said = sum(turn.num_tokens for turn in itertools.takewhile(lambda turn: turn.kind != GENERATE, mine))
-        begun = self.position(segment)
-        return self._tokens(segment).ids[4 * begun : 4 * (begun + said)]
-
-    def leave_out(self, segment: int, begin: int, end: int) -> None:
-        """These tokens of a segment stay as context and are not trained."""
-        tokens = self._tokens(segment)
-        mask = tokens.mask[:begin] + bytes(end - begin) + tokens.mask[end:]
-        self._append(segment, Tokens(tokens.ids, tokens.logprobs, mask, tokens.steps))
-
-    def train_only(self, answers: Set[tuple[int, int]]) -> None:
-        """Of what the model wrote, only these are trained, each by its segment and its first token there.
-
-        The rest stays as context: also what is on record and was not read back, and what a call that ended too early
-        left there.
-        """
-        begins: Counter[int] = Counter()
-        for turn in self.rollout.turns:
-            begin = begins[turn.segment]
-            begins[turn.segment] += turn.num_tokens
-            if turn.kind == GENERATE and (turn.segment, begin) not in answers:
-                self.leave_out(turn.segment, begin, begin + turn.num_tokens)
 
     # Inside.
 
@@ -347,28 +301,11 @@ class Transcript:
         finally:
             self._busy.discard(segment)
 
-    def _history(self, segment: int) -> list[dict[str, Any]]:
-        """What this playing made or read back of a segment, as messages. Text of a tool stands inside the answer."""
-        history: list[dict[str, Any]] = [*map(dict, self.rollout.messages)]
-        mine = [turn for turn in self.rollout.turns if turn.segment == segment]
-        for turn in mine[: self._turns_done[segment]]:
-            if turn.kind == MESSAGE:
-                history.append({"role": turn.name or "user", "content": turn.text})
-            elif history and history[-1]["role"] == "assistant":
-                history[-1]["content"] += turn.text
-            else:
-                history.append({"role": "assistant", "content": turn.text})
-        return history
-
-    def _tokens(self, segment: int) -> Tokens:
-        segments = self.rollout.segments
-        return segments[segment].tokens if segments else NO_TOKENS
-
     def _require_room(self, parent: int, start: int) -> None:
         """Raises ValueError unless there are `start` tokens of `parent` to go on from."""
         if parent >= self._num_segments:
             raise ValueError(f"{self.rollout.rollout_id} has no segment {parent} to branch from")
-        length = len(self._tokens(parent)) if parent != ROOT else len(self.rollout.prompt.ids) // 4
+        length = len(self.record.tokens(parent)) if parent != ROOT else len(self.rollout.prompt.ids) // 4
         if start > length:
             what = f"segment {parent}" if parent != ROOT else "the prompt"
             raise ValueError(
@@ -377,76 +314,13 @@ class Transcript:
 
     async def _say(self, turn: Turn, ids: Sequence[int] | bytes, durable: bool) -> None:
         """Tokens that the model did not write, as of the weights before them."""
-        before = self._tokens(turn.segment)
+        before = self.record.tokens(turn.segment)
         last_step = before.steps[-1][0] if before.steps else UNKNOWN_STEP
-        self._append(turn.segment, before.append(ids, trained=False, model_step=last_step))
+        self.record.set_tokens(turn.segment, before.append(ids, trained=False, model_step=last_step))
         await self._finished(turn, None, durable)
 
-    def _append(self, segment: int, tokens: Tokens) -> None:
-        segments = self.rollout.segments
-        if not segments:
-            self.rollout.segments = (Segment(tokens),) if tokens.mask else ()
-            return
-        old = segments[segment]
-        self.rollout.segments = (
-            *segments[:segment], Segment(tokens, old.parent, old.start), *segments[segment + 1 :],
-        )  # fmt: skip
-
-    def _recorded_calls(self, segment: int, calls: Sequence[Calling]) -> dict[int, ToolAnswer]:
-        """Of calls that were made at once: the answers on record, by their numbers."""
-        answers: dict[int, ToolAnswer] = {}
-        for _ in calls:
-            turn = self._recorded(segment, TOOL)
-            if turn is None:
-                break
-            if turn.call >= len(calls) or turn.name != calls[turn.call].name or turn.call in answers:
-                raise self._mismatch(f"call {turn.call} of {turn.name!r} is on record and is not made now")
-            answers[turn.call] = ToolAnswer(turn.text, turn.outcome)
-            self._turns_done[segment] += 1
-        return answers
-
-    def _sort_calls(self, segment: int, number: int) -> None:
-        """The last calls as they were made, not as they ended: who reads the record sees the same every time."""
-        done = self._turns_done[segment]
-        turns = [*self.rollout.turns]
-        places = [place for place, turn in enumerate(turns) if turn.segment == segment][done - number : done]
-        for place, turn in zip(places, sorted([turns[p] for p in places], key=lambda turn: turn.call), strict=True):
-            turns[place] = turn
-        self.rollout.turns = tuple(turns)
-
-    def _recorded(self, segment: int, kind: str, name: str = "") -> Turn | None:
-        """The turn that answers the next call on this segment; None when it is not on record."""
-        turns = self.rollout.turns
-        mine = turns if len(self.rollout.segments) <= 1 else [turn for turn in turns if turn.segment == segment]
-        place = self._turns_done[segment]
-        if place >= len(mine):
-            return None
-        turn = mine[place]
-        if turn.kind != kind:
-            raise self._mismatch(f"turn {place} is on record as {turn.kind!r}, and now {kind!r} is called")
-        if name and turn.name and name != turn.name:
-            raise self._mismatch(f"turn {place} is on record as tool {turn.name!r}, and now {name!r} is called")
-        return turn
-
-    def _mismatch(self, what: str) -> DataFailure:
-        return DataFailure(
-            f"rollout {self.rollout.rollout_id} was played again in another way: {what}; it starts again",
-            reason=FailureReason.RECORD_MISMATCH,
-        )
-
-    def _cut_off(self, turn: Turn, recorded: Turn | None) -> None:
-        self.interrupted = True
-        others = [other for other in self.rollout.turns if other is not recorded]
-        self.rollout.turns = (*others, turn)
-
     async def _finished(self, turn: Turn, recorded: Turn | None, durable: bool) -> None:
-        """Finished turns stand before those of other segments that were interrupted, so their places never change."""
-        others = [other for other in self.rollout.turns if other is not recorded]
-        place = len(others)
-        while place and others[place - 1].finish_reason is FinishReason.ABORT:
-            place -= 1
-        self.rollout.turns = (*others[:place], turn, *others[place:])
-        self._turns_done[turn.segment] += 1
+        place = self.record.add(turn, recorded)
         if self._asked.turn_log is None:
             return
         segment = self.rollout.segments[turn.segment] if self.rollout.segments else Segment()
@@ -457,7 +331,7 @@ class Transcript:
                 rollout_id=self.rollout.rollout_id,
                 index=place,
                 turn=turn,
-                tokens=_last(segment.tokens, turn.num_tokens),
+                tokens=last_tokens(segment.tokens, turn.num_tokens),
                 parent=segment.parent,
                 start=segment.start,
             ),
@@ -478,7 +352,7 @@ class Transcript:
         )
 
     async def _ask(self, segment: int, params: SampleParams, begun: int, on_piece: OnPiece | None) -> Completion:
-        request = self._asked.request(self.rollout, segment, params, ids=self._tokens(segment).ids, begun=begun)
+        request = self._asked.request(self.rollout, segment, params, ids=self.record.tokens(segment).ids, begun=begun)
         self._requests[segment] = request.request_id
         self.clock.hold()
         try:
@@ -511,7 +385,7 @@ class Transcript:
         return answered
 
     def _decoded(self, segment: int, num_tokens: int, stop: tuple[str, ...]) -> str:
-        ids = self._tokens(segment).ids
+        ids = self.record.tokens(segment).ids
         text = self._asked.tokenizer.decode(unpack_ids(ids[len(ids) - 4 * num_tokens :]).tolist())
         found = [position for position in (text.find(s) for s in stop if s) if position >= 0]
         return text[: min(found)] if found else text
@@ -524,16 +398,3 @@ def _columns(completion: Completion) -> tuple[bytes, bytes]:
 def _distribution(params: SampleParams) -> tuple[float, ...]:
     # Before min_tokens the tokens that end an answer are forbidden.
     return params.temperature, params.top_p, params.top_k, params.min_p, params.min_tokens
-
-
-def _last(tokens: Tokens, n: int) -> Tokens:
-    """The last n tokens."""
-    first = len(tokens) - n
-    if first <= 0:
-        return tokens
-    runs, left = [], n
-    for step, length in reversed(tokens.steps):
-        if left:
-            runs.append((step, min(length, left)))
-            left -= runs[-1][1]
-    return Tokens(tokens.ids[4 * first :], tokens.logprobs[4 * first :], tokens.mask[first:], tuple(reversed(runs)))

@@ -205,12 +205,12 @@ class _Server:
         try:
             if written < len(asked):
                 await self._transcript.append(asked[written:].tobytes(), segment=segment)
-            begin = self._transcript.position(segment)
+            begin = self._transcript.record.position(segment)
             answer = await self._transcript.generate(params, segment=segment)
         finally:
             self._busy.discard(segment)
         tokens = self._transcript.rollout.segments[segment].tokens
-        end = self._transcript.position(segment)
+        end = self._transcript.record.position(segment)
         return TokenOutput(
             token_ids=unpack_ids(tokens.ids)[begin:end].tolist(),
             log_probs=np.frombuffer(tokens.logprobs, dtype=np.float32)[begin:end].tolist(),
@@ -231,7 +231,7 @@ class _Server:
     def _branch(self, best: int, written: int) -> int:
         """After the first tokens of a path."""
         transcript = self._transcript
-        if self._segments == 1 and not transcript.position(0) and 0 not in self._busy:
+        if self._segments == 1 and not transcript.record.position(0) and 0 not in self._busy:
             transcript.begin(written)
             return 0
         segment, start = best, written
@@ -251,7 +251,7 @@ class _Server:
         rollout = self._transcript.rollout
         if segment == ROOT or not rollout.segments:
             return unpack_ids(rollout.prompt.ids)
-        own = rollout.segments[segment].tokens.ids[: 4 * self._transcript.position(segment)]
+        own = rollout.segments[segment].tokens.ids[: 4 * self._transcript.record.position(segment)]
         return unpack_ids(rollout.context_ids(segment) + own)
 
     def mark(self, output: _Output, wanted: list[Any]) -> int:
@@ -277,7 +277,7 @@ class _Server:
         for segment, mask in enumerate(wanted):
             edges = np.flatnonzero(np.diff(np.concatenate([[1], mask.astype(np.int8), [1]])))
             for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-                self._transcript.leave_out(segment, begin, end)
+                self._transcript.record.leave_out(segment, begin, end)
 
 
 class _ToolList(list[Any]):

@@ -71,10 +71,6 @@ class Session:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    @property
-    def started_here(self) -> bool:
-        return self._directory is not None
-
     def nodes(self) -> list[NodeResources]:
         """Those that are alive, with what they have and what is free now; in the order of their ids."""
         free = ray._private.state.available_resources_per_node()

@@ -15,6 +15,7 @@
     worker.py     the program such a process runs
     channel.py    frames between processes
     asking.py     whom a language model that judges is asked through
+    pattern.py    what a regular expression finds in its answer
     code_tests.py the forms that tests have in datasets, and what is equal to what
     slots.py      a bounded number of calls at a time
     failure.py    how a call ends that gives no verdict

@@ -16,13 +16,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 MAX_TESTS = 1000
-_FENCE = re.compile(r"```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_FENCE = "```"
+_LANGUAGE = re.compile(r"[ \t]*([A-Za-z0-9_+-]*)")
 _PYTHON = ("", "python", "python3", "py")
 
 
@@ -129,8 +130,26 @@ def _text(value: Any) -> str:
 
 def code_in(response: str) -> str:
     """The last block of Python in an answer, or all of it when it has none."""
-    blocks = [code for language, code in _FENCE.findall(response) if language.lower() in _PYTHON]
-    return blocks[-1] if blocks else response
+    last = response
+    for language, code in _blocks(response):
+        if language.lower() in _PYTHON:
+            last = code
+    return last
+
+
+def _blocks(response: str) -> Iterator[tuple[str, str]]:
+    """Language and text of each; the last may lack its end. Takes a time that grows with the text and no faster: models
+    repeat themselves, and this runs on the event loop."""
+    end = -len(_FENCE)
+    while (begin := response.find(_FENCE, end + len(_FENCE))) >= 0:
+        line_end = response.find("\n", begin)
+        if line_end < 0:
+            return
+        named = _LANGUAGE.match(response, begin + len(_FENCE))
+        end = response.find(_FENCE, line_end + 1)
+        yield named[1] if named else "", response[line_end + 1 : end if end >= 0 else None]
+        if end < 0:
+            return
 
 
 def same_output(printed: str, wanted: str) -> bool:

@@ -172,6 +172,7 @@ class MergedJudger(_Several):
         self._merge = merge
         self._debut = Debut(merge.name, MERGE_FAILURES)
         self._weights = dict(weights)
+        self._calls = self._failed = 0
         self.relative = any(part.relative for part in self.parts.values())
 
     async def judge(self, rollout: RolloutState) -> Verdict | Unjudged:
@@ -189,15 +190,20 @@ class MergedJudger(_Several):
             if isinstance(answer, Unjudged):
                 return Unjudged(f"{name}: {answer.reason}", answer.detail)
             verdicts[name] = answer if self._merge.pool is None else msgspec.to_builtins(answer)
+        self._calls += 1
         wait_until = asyncio.get_running_loop().time() + MERGE_WAIT_S
         try:
             arguments = [verdicts, self._weights] if self._weights else [verdicts]
             merged = as_verdict(await self._merge.call(arguments, wait_until))
         except CallFailed as failure:
+            self._failed += 1
             self._debut.fail(failure)
             return failure.as_unjudged("merge: ")
         self._debut.succeed()
         return merged
+
+    async def metrics(self) -> dict[str, float]:
+        return {"merge/calls": self._calls, "merge/unjudged": self._failed} | await super().metrics()
 
     async def close(self) -> None:
         await super().close()

@@ -16,7 +16,7 @@ import abc
 import asyncio
 import collections
 import hashlib
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -75,6 +75,14 @@ class ContractConfig(JudgerConfig, ActorsConfig):
     """Verdicts remembered; 0 for none. For judges that always answer the same."""
     version: str = ""
     """Part of the cache's key: change it when the judge's meaning changes."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.max_retries and self.retry_backoff_s >= self.max_wait_s:
+            yield (
+                f"retry_backoff_s is {self.retry_backoff_s:g} and max_wait_s {self.max_wait_s:g}; no call would ever "
+                "be repeated: raise max_wait_s, or set max_retries to 0"
+            )
 
     def placed(
         self, placement: Placement, build: Callable[..., Judger], *, ports: tuple[str, ...] = (), **arguments: Any
@@ -217,7 +225,9 @@ class Contract:
     def _cache_key(self, rollouts: Sequence[RolloutState]) -> bytes | None:
         if not self._config.cache_size or not rollouts:
             return None
-        said = (self._config.version, rollouts[0].prompt, [rollout.response_text for rollout in rollouts])
+        # What tools said is part of an answer: reward functions are told it.
+        answers = [(rollout.response_text, rollout.turns if len(rollout.turns) > 1 else ()) for rollout in rollouts]
+        said = (self._config.version, rollouts[0].prompt, answers)
         try:
             return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=16).digest()
         except (TypeError, ValueError, OverflowError):

@@ -65,6 +65,12 @@ def handler_problems(handler: Handler, *, field: str, calling: Callable[[Any], C
     except ConfigError as error:
         yield from (f"{field}: {problem}" for problem in error.problems)
         return
+    if inspect.isclass(function):
+        yield (
+            f"{field}: {dotted_name(function)} is a class, and calling it makes an object and no score; give a "
+            "function, such as a static method of it"
+        )
+        return
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         yield f"{field}: {dotted_name(function)} is a generator; it must return what it has to say, and not yield it"
     for problem in calling(function).problems(function):

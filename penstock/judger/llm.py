@@ -25,12 +25,21 @@ from penstock.judger.asking import Asker, EndpointAsker, EngineAsker, seed_of
 from penstock.judger.config import JudgerSet
 from penstock.judger.contract import Answer, ContractJudger, Try
 from penstock.judger.failure import CallFailed
+from penstock.judger.handler import locate_handler
+from penstock.judger.pattern import find_words
+from penstock.judger.pool import PoolLimits, WorkerPool
 from penstock.judger.service import ServiceConfig, url_problems
 from penstock.ports import Engine, Judger, Local, Placement, Tokenizer
 from penstock.rollout import Group, RolloutState, SampleParams, Unjudged, Verdict
 
 MAX_ANSWER = 100_000
 """Characters of a judge's answer; a longer one is none."""
+LONGEST_READING_S = 5.0
+"""Of an answer by a pattern of one's own, or `timeout_s` where that is less."""
+READERS = 2
+"""Worker processes that read by such a pattern."""
+SHOWN = 120
+"""Characters of an answer in a reason."""
 _COMMON = frozenset({"prompt", "label", "data_source"})
 
 
@@ -45,6 +54,9 @@ class LLMConfig(ServiceConfig):
     """A system message, where it is not empty."""
     template: str
     """What the judge is asked, with placeholders in braces."""
+    pattern: str
+    """A regular expression with one group; one of your own is tried in worker processes, which are killed when it takes
+    longer than 5 s."""
     sample_params: SampleParams = SampleParams(temperature=0.0, max_tokens=512)
     """How the judge answers."""
     extra_body: dict[str, Any] = {}
@@ -79,6 +91,7 @@ class LLMConfig(ServiceConfig):
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             yield f"extra_body cannot be sent as JSON: {error}"
         yield from _template_problems(self.template, self.placeholders)
+        yield from _pattern_problems(self.pattern)
 
     def build(self, placement: Placement = Local()) -> Judger:  # noqa: B008 - it has no state
         """Raises ConfigError when it asks the engines of a run and is not built by one."""
@@ -120,7 +133,6 @@ class LLMJudgerConfig(LLMConfig):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        yield from _pattern_problems(self.pattern)
         if self.min_score >= self.max_score:
             yield f"min_score is {self.min_score:g}; it must be below max_score, which is {self.max_score:g}"
         if "pattern" not in self.model_fields_set:
@@ -155,7 +167,6 @@ class PairwiseJudgerConfig(LLMConfig):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        yield from _pattern_problems(self.pattern)
         if len(set(self.words)) != 3:
             yield f"words is {self.words}; they must differ"
         if "pattern" not in self.model_fields_set:
@@ -181,10 +192,6 @@ class RankingJudgerConfig(LLMConfig):
     def placeholders(self) -> frozenset[str]:
         return frozenset({"answers"})
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        yield from _pattern_problems(self.pattern)
-
     def _kind(self) -> type[LLMBased]:
         return RankingJudger
 
@@ -201,6 +208,11 @@ class LLMBased(ContractJudger):
         else:
             assert engine is not None and tokenizer is not None, "`LLMConfig.build` sees to it"
             self._asker = EngineAsker(engine, tokenizer, config.sample_params, config.max_concurrency)
+        self._readers: WorkerPool | None = None
+        """For a pattern of the user's own, which may never end. Those that come with the judges take no time."""
+        if config.pattern != type(config).model_fields["pattern"].default:
+            limits = PoolLimits(num_workers=READERS, timeout_s=min(LONGEST_READING_S, config.timeout_s))
+            self._readers = WorkerPool(locate_handler(find_words, kind="value"), limits)
 
     async def _said(self, rollout: RolloutState, turn: Try, **values: Any) -> str:
         """The judge's answer, without what it thought in tags. Asked again it has another seed."""
@@ -218,17 +230,37 @@ class LLMBased(ContractJudger):
             raise CallFailed("abstention", f"the judge wrote {len(text)} characters; at most {MAX_ANSWER} are read")
         return text.rpartition("</think>")[2]
 
-    def _found(self, pattern: str, said: str) -> str:
+    async def _word(self, said: str, turn: Try) -> str:
         """The one thing that the judge said. Raises CallFailed when it said none, or two."""
-        found = {match.group(1).strip() for match in re.finditer(pattern, said) if match.group(1) is not None}
-        if len(found) == 1:
-            return found.pop()
-        if not found:
+        pattern = self._config.pattern
+        words = find_words(pattern, said) if self._readers is None else await self._read(self._readers, said, turn)
+        if len(words) == 1:
+            return words[0]
+        if not words:
             raise CallFailed("abstention", f"the judge's answer has nothing that fits {pattern!r}: {_end(said)}")
-        raise CallFailed("abstention", f"the judge's answer has {sorted(found)[:4]}, which do not agree: {_end(said)}")
+        shown = [word[:SHOWN] for word in words[:4]]
+        raise CallFailed("abstention", f"the judge's answer has {shown}, which do not agree: {_end(said)}")
+
+    async def _read(self, readers: WorkerPool, said: str, turn: Try) -> list[str]:
+        try:
+            reply = await readers.call([self._config.pattern, said], turn.wait_until)
+        except CallFailed as failure:
+            if failure.cause != "timeout":
+                raise
+            raise CallFailed(
+                "timeout",
+                f"pattern {self._config.pattern!r} did not end on the judge's answer of {len(said)} characters; "
+                f"repetitions inside of repetitions do that: {_end(said)}",
+            ) from None
+        if "value" not in reply:
+            raise CallFailed("abstention", f"pattern {self._config.pattern!r}: {reply.get('unjudged')}")
+        words: list[str] = reply["value"]
+        return words
 
     async def close(self) -> None:
         await self._asker.close()
+        if self._readers is not None:
+            await self._readers.close()
 
 
 class LLMJudger(LLMBased):
@@ -237,21 +269,25 @@ class LLMJudger(LLMBased):
     async def call(self, group: Group, turn: Try) -> list[Answer]:
         (rollout,) = group
         said = await self._said(rollout, turn, response=rollout.response_text)
-        return [Verdict(self._score(self._found(self._config.pattern, said), said), text=said)]
+        return [Verdict(self._score(await self._word(said, turn), said), text=said)]
 
     def _score(self, word: str, said: str) -> float:
         config = self._config
         if config.choices:
             if word not in config.choices:
-                raise CallFailed("abstention", f"the judge said {word!r}, which is none of {sorted(config.choices)}")
+                raise CallFailed(
+                    "abstention", f"the judge said {word[:SHOWN]!r}, which is none of {sorted(config.choices)}"
+                )
             return config.choices[word]
         try:
             score = float(word)
         except ValueError:
-            raise CallFailed("abstention", f"the judge said {word!r}, which is no number: {_end(said)}") from None
+            raise CallFailed(
+                "abstention", f"the judge said {word[:SHOWN]!r}, which is no number: {_end(said)}"
+            ) from None
         if not math.isfinite(score) or not config.min_score <= score <= config.max_score:
             bounds = f"{config.min_score:g} to {config.max_score:g}"
-            raise CallFailed("abstention", f"the judge said {word}; a score is from {bounds}")
+            raise CallFailed("abstention", f"the judge said {word[:SHOWN]}; a score is from {bounds}")
         return score
 
 
@@ -286,9 +322,11 @@ class PairwiseJudger(LLMBased):
     async def call(self, group: Group, turn: Try) -> list[Answer]:
         first, second = group
         said = await self._said(first, turn, first=first.response_text, second=second.response_text)
-        word = self._found(self._config.pattern, said)
+        word = await self._word(said, turn)
         if word not in self._config.words:
-            raise CallFailed("abstention", f"the judge said {word!r}, which is none of {list(self._config.words)}")
+            raise CallFailed(
+                "abstention", f"the judge said {word[:SHOWN]!r}, which is none of {list(self._config.words)}"
+            )
         score = (1.0, 0.0, 0.5)[self._config.words.index(word)]
         return [Verdict(score, text=said), Verdict(1.0 - score, text=said)]
 
@@ -312,7 +350,7 @@ class RankingJudger(LLMBased):
         answers = "\n\n".join(f"[Answer {i}]\n{rollout.response_text}" for i, rollout in enumerate(group, start=1))
         said = await self._said(group[0], turn, answers=answers, count=len(group))
         # As text: a number may have more digits than Python makes one of.
-        order = [number.lstrip("0") for number in re.findall(r"\d+", self._found(self._config.pattern, said))]
+        order = [number.lstrip("0") for number in re.findall(r"\d+", await self._word(said, turn))]
         if sorted(order) != sorted(str(i) for i in range(1, len(group) + 1)):
             ranked = ", ".join(order)[:100]
             raise CallFailed("abstention", f"the judge ranked [{ranked}]; each of 1 to {len(group)} belongs there once")
@@ -329,7 +367,7 @@ def conversation(rollout: RolloutState) -> str:
 
 
 def _end(said: str) -> str:
-    return repr(said[-120:])
+    return repr(said[-SHOWN:])
 
 
 def _template_problems(template: str, needed: frozenset[str]) -> Iterator[str]:
@@ -361,7 +399,7 @@ def _word_problems(words: Iterable[str], pattern: str, field: str) -> Iterator[s
 def _pattern_problems(pattern: str) -> Iterator[str]:
     try:
         compiled = re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         yield f"pattern is {pattern!r}; it is no regular expression: {error}"
         return
     if compiled.groups != 1:

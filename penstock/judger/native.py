@@ -67,6 +67,7 @@ class NativeJudgerConfig(ContractConfig):
         return tuple(self.environment)
 
     def problems(self) -> Iterator[str]:
+        yield from super().problems()
         yield from handler_problems(self.reward_handler, field="reward_handler", calling=self.calling)
 
     def calling(self, function: Callable[..., Any]) -> Calling:

@@ -122,6 +122,10 @@ class AsyncProduceStrategyConfig(PooledStrategyConfig):
                 f"(is {self.tail_batch_trigger_size}) and enable_partial_rollout=False"
             )
 
+    @property
+    def keeps_turns(self) -> bool:
+        return self.enable_partial_rollout
+
     def stale_rule(self, sync_weights_interval: int) -> StaleRule:
         token_staleness = self.max_token_staleness
         return StaleRule(

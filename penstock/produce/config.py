@@ -20,7 +20,7 @@ from penstock.produce.context import TaskRuntime
 from penstock.produce.failures import DeadLetters, FailurePolicy, FailurePolicyConfig
 from penstock.produce.manager import AgentLoopManager
 from penstock.produce.pause import PauseDeadlines
-from penstock.produce.strategy import PooledStrategyConfig, ProduceStrategyConfig
+from penstock.produce.strategy import ProduceStrategyConfig
 from penstock.produce.sync_strategy import SyncProduceStrategyConfig
 from penstock.produce.task import Task
 from penstock.replay import ReplayBuffer
@@ -143,8 +143,7 @@ class AgentLoopManagerConfig(Config):
     def _runtime(self, task: TaskSpecConfig, world: World, dead_letters: DeadLetters) -> TaskRuntime:
         judger_config = task.judger
         judger = world.judgers.get(judger_config) if judger_config is not None else None
-        strategy = task.produce_strategy_config
-        continues = getattr(strategy, "enable_partial_rollout", not isinstance(strategy, PooledStrategyConfig))
+        keeps_turns = task.produce_strategy_config.keeps_turns
         replayable = task.agent_loop_config.loop_class.replayable
         agent_loop = task.agent_loop_config.build(
             engine=world.engine,
@@ -154,8 +153,7 @@ class AgentLoopManagerConfig(Config):
             placement=world.placement,
             namespace=world.namespace,
             on_pause=world.on_pause,
-            # Finished turns of a rollout that starts again after an interruption are of no use.
-            turn_log=world.turn_log if continues or not replayable else None,
+            turn_log=world.turn_log if keeps_turns or not replayable else None,
             context=world.context,
         )
         return TaskRuntime(

@@ -110,6 +110,11 @@ class ProduceStrategyConfig(Config, abc.ABC):
     @abc.abstractmethod
     def build(self, *, sync_weights_interval: int = 1) -> ProduceStrategy: ...
 
+    @property
+    def keeps_turns(self) -> bool:
+        """Whether finished turns of a rollout at work go to the ledger: of no use where it starts again."""
+        return True
+
     def stale_rule(self, sync_weights_interval: int) -> StaleRule:
         """When this task's groups expire, and what becomes of them."""
         return StaleRule(calculate_stale_threshold(0, sync_weights_interval), discard_expired=True)

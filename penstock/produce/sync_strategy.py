@@ -38,5 +38,9 @@ class SyncProduceStrategy(PooledStrategy):
 class SyncProduceStrategyConfig(PooledStrategyConfig):
     """Produce exactly the batch, from the weights as they are."""
 
+    @property
+    def keeps_turns(self) -> bool:
+        return False
+
     def build(self, *, sync_weights_interval: int = 1) -> SyncProduceStrategy:
         return SyncProduceStrategy(should_continue_fn=self.should_continue_fn, pause_timeout_s=self.pause_timeout_s)

@@ -34,8 +34,6 @@ GREEDY = "-greedy"
 NAMESPACE = "eval/"
 """Tells the evaluation's requests from training's on the same engines."""
 
-ComputeMetric = Callable[[list[RolloutState]], dict[str, float]]
-
 
 class EvalTaskConfig(Config):
     """A named set of prompts to evaluate on, with its own loop and judger."""

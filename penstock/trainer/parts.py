@@ -242,15 +242,7 @@ def _build_parts(
     made_from = opened.origin()
     if resumed is not None:
         require_same_model(resumed.state, resumed.step, made_from)
-    prompts = load_prompts(
-        config.manager.task_list, opened.tokenizer, context=opened.context, on_progress=opened.scanned
-    )
-    if resumed is not None:
-        check_same_prompts(run_dir, prompts)
-    for task, loaded in (prompts | opened.eval_prompts).items():
-        if loaded.dropped or loaded.quarantined:
-            left_out = f"{loaded.dropped} over-long prompts dropped, {loaded.quarantined} bad rows set aside"
-            observers.notice(Note(text=f"task {task!r}: {len(loaded)} prompts; {left_out}"))
+    prompts = _load_prompts(opened, run_dir, resumed=resumed is not None)
     observers.notice(StageBegan(stage="load", detail="the judges, and try them"))
     _try_judgers(opened, prompts)
     opened.loading("the weights")
@@ -263,24 +255,10 @@ def _build_parts(
     undo.callback(_close_now, buffer)
     # Those who ask for answers; the weight channel and the trainer have the engine itself.
     asked = profile.wrap_engine(engine) if profile is not None else engine
-    world = World(
-        engine=asked,
-        tokenizer=opened.tokenizer,
-        judgers=opened.judgers,
-        buffer=buffer,
-        prompts=prompts,
-        run_seed=config.seed,
-        sync_weights_interval=config.sync_weights_interval,
-        dead_letters=run_dir / "dead_letters.jsonl",
-        observer=observers,
-        turn_log=buffer,
-        placement=site.placement,
-        context=opened.context,
-    )
     channel = site.build_channel(run, worker, engine)
     undo.callback(_close_now, channel)
     undo.callback(_close_now, opened.judgers)
-    manager = config.manager.build(world)
+    manager = config.manager.build(_world(opened, asked, buffer, prompts, run_dir))
     undo.callback(_close_now, manager)
     evaluator = opened.evaluator(asked, run_dir / "eval_dead_letters.jsonl")
     if evaluator is not None:
@@ -298,6 +276,40 @@ def _build_parts(
         prompts=prompts,
         tokenizer=opened.tokenizer,
         made_from=made_from,
+    )
+
+
+def _load_prompts(opened: _Opened, run_dir: Path, *, resumed: bool) -> dict[str, PromptSet]:
+    """Of the tasks that are trained; those left out are told. Raises RefusedError when a run goes on with others."""
+    tasks = opened.config.manager.task_list
+    prompts = load_prompts(tasks, opened.tokenizer, context=opened.context, on_progress=opened.scanned)
+    if resumed:
+        check_same_prompts(run_dir, prompts)
+    for task, loaded in (prompts | opened.eval_prompts).items():
+        if loaded.dropped or loaded.quarantined:
+            left_out = f"{loaded.dropped} over-long prompts dropped, {loaded.quarantined} bad rows set aside"
+            opened.observers.notice(Note(text=f"task {task!r}: {len(loaded)} prompts; {left_out}"))
+    return prompts
+
+
+def _world(
+    opened: _Opened, engine: Engine, buffer: ReplayBuffer, prompts: dict[str, PromptSet], run_dir: Path
+) -> World:
+    """What the manager of the tasks that are trained works with."""
+    config = opened.config
+    return World(
+        engine=engine,
+        tokenizer=opened.tokenizer,
+        judgers=opened.judgers,
+        buffer=buffer,
+        prompts=prompts,
+        run_seed=config.seed,
+        sync_weights_interval=config.sync_weights_interval,
+        dead_letters=run_dir / "dead_letters.jsonl",
+        observer=opened.observers,
+        turn_log=buffer,
+        placement=opened.site.placement,
+        context=opened.context,
     )
 
 

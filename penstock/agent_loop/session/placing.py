@@ -58,10 +58,10 @@ class Placing:
     def _same_segment(self, after: Recorded | None, ids: bytes) -> Place | None:
         if after is None or after.segment in self._busy or after.resume_at is None:
             return None
-        if self._transcript.position(after.segment) != after.resume_at:
+        if self._transcript.record.position(after.segment) != after.resume_at:
             return None
         # What an earlier playing said here must be said again; another word is another branch.
-        recorded = self._transcript.on_record(after.segment)
+        recorded = self._transcript.record.ahead(after.segment)
         return Place(after.segment, ids) if recorded is None or recorded == ids else None
 
     def _on_record(self, after: Recorded | None, ids: bytes) -> Place | None:
@@ -70,8 +70,8 @@ class Placing:
             return None
         wanted = self._path(after) + ids
         for segment in waiting:
-            done = 4 * self._transcript.position(segment)
-            said = self._transcript.on_record(segment) or b""
+            done = 4 * self._transcript.record.position(segment)
+            said = self._transcript.record.ahead(segment) or b""
             before = self._context(segment) + self._ids(segment)[:done]
             if before + said == wanted:
                 return Place(segment, said)

@@ -161,7 +161,7 @@ class Session:
     def settle(self) -> Recorded | None:
         """After `close`: leaves out of training what no client received. Returns the last answer that one did."""
         received = [recorded for recorded in self._answers if recorded.received]
-        self._transcript.train_only({(recorded.segment, recorded.begin) for recorded in received})
+        self._transcript.record.train_only({(recorded.segment, recorded.begin) for recorded in received})
         return received[-1] if received else None
 
     # Inside.
@@ -276,7 +276,7 @@ class Session:
         transcript, asking, segment = self._transcript, reply.asking, place.segment
         if place.new:
             await transcript.append(place.new, text=reading.said, segment=segment)
-        begin = transcript.position(segment)
+        begin = transcript.record.position(segment)
         reads_calls = self._parser is not None and asking.reads_calls
         stream = TextStream(
             self._tokenizer,
@@ -290,7 +290,7 @@ class Session:
         answer = await transcript.generate(
             params, segment=segment, durable=True, on_piece=on_piece if asking.stream else None
         )
-        ids = unpack_ids(transcript.rollout.segments[segment].tokens.ids)[begin : transcript.position(segment)]
+        ids = unpack_ids(transcript.rollout.segments[segment].tokens.ids)[begin : transcript.record.position(segment)]
         content, calls = self._parsed(answer.text, reply)
         if asking.stream:
             # What a client was shown is what it will send again.
@@ -351,7 +351,7 @@ class Session:
         return (kept if self._tokenizer.decode(ids[:kept]) == answer.text else None), stop
 
     def _answer_id(self, place: Place) -> str:
-        begin = self._transcript.position(place.segment) + len(place.new) // 4
+        begin = self._transcript.record.position(place.segment) + len(place.new) // 4
         return "msg-" + _digest(f"{self._transcript.rollout.rollout_id}/{place.segment}/{begin}")
 
 

@@ -104,10 +104,17 @@ class Walls:
             return []
         found = []
         if not guard.landlock_version():
-            found.append("reading every file that its user may read, and writing where everybody may (no Landlock)")
+            found.append(
+                "reading every file that its user may read, the command lines of other processes among them, and "
+                "writing where everybody may (no Landlock)"
+            )
             found.append("filling the disk outside of its own directory")
         if os.getuid():
             found.append(f"it is the same user as Penstock ({os.getuid()}), so its processes count with the others'")
+            if not guard.landlock_version():
+                found.append(
+                    "reading the environment of that user's processes, Penstock's own among them (no Landlock)"
+                )
         found.append("seeing the name of the machine and the numbers of processes")
         return found
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from engine_models import write_model, write_tokenizer
 
 from penstock.cli import main
 from penstock.rollout import FinishReason, RolloutState, Status, Tokens, Verdict, new_rollout
@@ -92,6 +93,19 @@ def test_a_relative_judge_gets_whole_groups(tmp_path, capsys):
     assert main(["judge", config, "--trajectories", str(saved(tmp_path)), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["score"] for row in rows] == [0.0, 1.0, 1.0, 0.0]
+
+
+def test_a_judge_on_the_engines_of_a_run_is_given_engines_here(tmp_path, capsys):
+    model = tmp_path / "model"
+    write_model("llama", model)
+    write_tokenizer(model)
+    asks = 'LLMJudgerConfig(template="{response}?", max_retries=0, sample_params=SampleParams(max_tokens=4))'
+    config = Path(run_file(tmp_path, asks))
+    config.write_text(config.read_text().replace('model="tiny"', f"model={str(model)!r}"))
+    assert main(["judge", str(config), "--trajectories", str(saved(tmp_path)), "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    # A model of random weights never ends its answer.
+    assert [(row["score"], row["reason"]) for row in rows] == [(None, "the judge was cut off after 4 tokens")] * 4
 
 
 def test_what_cannot_be_judged_again_is_refused(tmp_path, capsys):

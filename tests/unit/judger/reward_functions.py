@@ -182,6 +182,11 @@ def hanging_merge(verdicts):
     time.sleep(3600)
 
 
+class Graded:
+    def __init__(self, response, label, extra_info):
+        self.score = 1.0
+
+
 class Grader:
     @staticmethod
     def grade(response, label, extra_info):

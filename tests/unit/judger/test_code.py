@@ -164,7 +164,18 @@ def test_modules_of_other_directories_can_be_imported(tmp_path):
         ("```\na\n```\nthen\n```py\nb\n```\nand\n```bash\nc\n```", "b\n"),
         ("```python3\nprint(1)", "print(1)"),
         ("text only", "text only"),
+        ("``` python extra\na\n``````\nb\n", "b\n"),
+        ("````py\na\n````", "a\n"),
+        ("```python\na```", "a"),
+        ("```python\n```", ""),
+        ("```python no line", "```python no line"),
+        ("```py\na\n```\n```py", "a\n"),
+        # Repeated on and on: with a search that goes back it would take minutes.
+        ("`" * 1_000_000, "`" * 1_000_000),
+        ("```" + "a" * 1_000_000, "```" + "a" * 1_000_000),
+        ("```" + " " * 1_000_000, "```" + " " * 1_000_000),
     ],
+    ids=range(14),
 )
 def test_the_last_block_of_python_is_the_code(response, code):
     assert code_in(response) == code

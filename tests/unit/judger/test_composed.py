@@ -141,6 +141,26 @@ def test_a_merge_function_that_hangs_has_a_deadline(rewards, answered):
     assert judge(config, answered("a")) == [Unjudged("merge: no answer within 0.2 s; the worker was killed")]
 
 
+def test_metrics_count_the_rollouts_that_a_merge_function_left_unjudged(answered):
+    async def merge(verdicts):
+        return verdicts["a"].score or None
+
+    async def length(response, label, extra_info):
+        return len(response)
+
+    judger = ComposedJudgerConfig(all_of={"a": length}, merge=merge).build()
+
+    async def run():
+        answers = [await judger.judge(answered(text)) for text in ("", "bb", "c")]
+        return answers, await judger.metrics()
+
+    answers, metrics = asyncio.run(run())
+    assert isinstance(answers[0], Unjudged)
+    assert answers[1:] == [Verdict(2.0), Verdict(1.0)]
+    assert (metrics["a/calls"], metrics["a/unjudged"]) == (3, 0)
+    assert (metrics["merge/calls"], metrics["merge/unjudged"]) == (3, 1)
+
+
 def test_a_group_goes_to_the_branch_that_ranks(rewards, answered):
     judger = as_judger_config({"rank": RankConfig(), "think": rewards.thinks}).build()
     assert judger.relative

@@ -9,7 +9,7 @@ import types
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.judger import exact_match, math_equal
+from penstock.judger import exact_match, math_equal, trl_reward, verl_reward
 from penstock.judger.handler import locate_handler
 from penstock.rollout import Verdict
 
@@ -34,6 +34,16 @@ def test_a_partial_and_a_bound_method_are_refused(rewards, make_config):
     assert "an object of class partial" in problem
     (problem,) = problems(make_config(rewards.Grader().method))
     assert "a method of an object" in problem
+
+
+@pytest.mark.parametrize("make", [lambda config: config, verl_reward, trl_reward])
+def test_a_class_is_refused_because_it_gives_an_object_and_no_score(rewards, make_config, make):
+    """Also one that could be called with what a function is called with."""
+    for handler in (rewards.Grader, rewards.Graded, "fractions.Fraction"):
+        config = make_config(handler) if make.__name__ == "<lambda>" else make(handler)
+        (problem,) = problems(config)
+        assert "is a class, and calling it makes an object and no score" in problem
+    assert problems(make_config(rewards.Grader.grade)) == []
 
 
 def test_a_function_whose_name_now_means_another_is_refused(make_config):

@@ -101,6 +101,21 @@ def test_words_have_the_worth_that_was_given_them(answered):
     assert "none of ['CORRECT', 'INCORRECT']" in answer.reason
 
 
+def test_a_pattern_that_never_ends_leaves_one_rollout_unjudged_and_holds_up_nothing(answered):
+    """Tried on the event loop it would hold up the run for years: it doubles with every letter."""
+    fields = {"pattern": r"(?:a+a+)+(\d)", "timeout_s": 0.5}
+    said = {"bad": "a" * 60, "good": "aa7"}
+    group = [answered("bad"), answered("good"), answered("good")]
+
+    def reply(question):
+        return said["bad" if "[Answer]\nbad" in question else "good"]
+
+    (unjudged, *verdicts), _, metrics = judged(LLMJudgerConfig, reply, group, **fields)
+    assert "did not end on the judge's answer of 60 characters" in unjudged.reason
+    assert [verdict.score for verdict in verdicts] == [7.0, 7.0]
+    assert metrics["timeouts"] == 1
+
+
 def test_a_judge_that_could_not_be_read_is_asked_again_with_another_seed(answered):
     said = iter(["hm", "hm", "[[4]]"])
     (verdict,), asked, metrics = judged(LLMJudgerConfig, lambda question: next(said), [answered("a")], max_retries=2)
@@ -191,6 +206,9 @@ ENDPOINT = {"base_url": "http://h/v1", "model": "m"}
         (LLMJudgerConfig, {"template": "{response"}, "no format string"),
         (LLMJudgerConfig, {"pattern": "("}, "no regular expression"),
         (LLMJudgerConfig, {"pattern": r"\d+"}, "must have one group"),
+        (LLMJudgerConfig, {"pattern": r"(\d){99999999999}"}, "no regular expression"),
+        (PairwiseJudgerConfig, {"pattern": r"\d+"}, "must have one group"),
+        (RankingJudgerConfig, {"pattern": "("}, "no regular expression"),
         (LLMJudgerConfig, {"min_score": 3, "max_score": 3}, "must be below max_score"),
         (LLMJudgerConfig, {"choices": {"good": 11}}, "outside of min_score"),
         (LLMJudgerConfig, {"base_url": "nowhere", "model": "m"}, "base_url is 'nowhere'"),

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.judger import NativeJudgerConfig
+from penstock.judger import HTTPJudgerConfig, JudgerSet, NativeJudgerConfig
 from penstock.judger.calling import InOrder
 from penstock.rollout import FinishReason, Turn, Unjudged, Verdict, new_rollout
+from penstock.testing import run_virtual
 
 
 def judge_all(judger, *rollouts):
@@ -266,6 +267,52 @@ def test_the_cache_answers_the_same_question_once(rewards, make_config, answered
 
     assert [answer.score for answer in asyncio.run(run())] == [1, 1, 2, 3]  # one is remembered, so "a" was forgotten
     assert asyncio.run(judger.metrics())["cache_hits"] == 1
+
+
+def test_what_differs_in_version_prompt_answer_or_what_tools_said_is_another_question(make_config, answered):
+    calls = 0
+
+    async def counts(response, label, extra_info):
+        nonlocal calls
+        calls += 1
+        return float(calls)
+
+    def played(tool_said):
+        rollout = answered("4")
+        turns = [Turn("generate", 1, FinishReason.STOP, "?"), Turn("tool", 0, None, tool_said, 0, "adder")]
+        rollout.turns = (*turns, Turn("generate", 1, FinishReason.STOP, "4"))
+        return rollout
+
+    other_prompt = new_rollout("another question")
+    other_prompt.response_text = "4"
+    asked = [answered("4"), answered("4", "truth"), other_prompt, answered("5"), played("4"), played("3")]
+    judgers = JudgerSet()
+    first = judgers.get(make_config(counts, cache_size=10, version="1"))
+    assert [answer.score for answer in judge_all(first, *asked)] == [1, 2, 3, 4, 5, 6]
+    assert [answer.score for answer in judge_all(first, *asked)] == [1, 2, 3, 4, 5, 6]
+    second = judgers.get(make_config(counts, cache_size=10, version="2"))
+    assert judge_all(second, asked[0]) == [Verdict(7.0)]
+
+
+def test_repetitions_end_with_the_longest_wait_and_say_what_failed(make_config, answered):
+    asked = []
+
+    async def down(response, label, extra_info):
+        asked.append(asyncio.get_running_loop().time())
+        raise ConnectionError("no service")
+
+    judger = make_config(down, max_retries=10, retry_backoff_s=1.0, max_wait_s=5.0).build()
+    answer = run_virtual(judger.judge(answered("a")))
+    assert answer.reason == "raised ConnectionError: no service"
+    assert asked == [0.0, 1.0, 3.0]  # the next would begin at 7 s
+
+
+def test_a_wait_that_lets_no_call_be_repeated_is_refused(rewards, make_config):
+    with pytest.raises(ConfigError, match="retry_backoff_s is 2 and max_wait_s 1; no call would ever be repeated"):
+        make_config(rewards.length, max_retries=1, retry_backoff_s=2.0, max_wait_s=1.0).check()
+    with pytest.raises(ConfigError, match=r"retry_backoff_s is 0\.5 and max_wait_s 0\.2"):
+        HTTPJudgerConfig(url="http://h/", max_wait_s=0.2).check()
+    HTTPJudgerConfig(url="http://h/", max_wait_s=0.2, max_retries=0).check()
 
 
 def test_siblings_that_wrote_the_same_are_judged_once(make_config, answered):

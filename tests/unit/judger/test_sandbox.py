@@ -1,6 +1,7 @@
 """What code in a sandbox cannot do. Every kind of sandbox that works on this machine is tried."""
 
 import asyncio
+import json
 import os
 import secrets
 import shutil
@@ -287,6 +288,69 @@ def test_limits_alone_say_what_they_do_not_stop(answer, caplog):
     (record,) = [one for one in caplog.records if "does not stop" in one.message]
     assert "the name of the machine" in record.message
     assert "bubblewrap" in record.message
+
+
+WITHOUT_LANDLOCK = """\
+import asyncio, ctypes, json, logging, struct, sys
+
+from penstock.judger import CodeJudgerConfig, SandboxConfig
+from penstock.rollout import new_rollout
+
+# As an older kernel: the call that makes a ruleset is not there, for this process and all below it.
+steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (0x06, 0, 0, 0x00050000 | 38), (0x06, 0, 0, 0x7FFF0000)]
+program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
+prepared = ctypes.create_string_buffer(struct.pack("=HxxxxxxQ", len(steps), ctypes.addressof(program)))
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, ctypes.c_ulong(1), 0, 0, 0) == 0
+assert libc.prctl(22, ctypes.c_ulong(2), ctypes.c_ulong(ctypes.addressof(prepared)), 0, 0) == 0
+
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("penstock").addHandler(handler)
+
+
+async def judge_all(programs):
+    judger = CodeJudgerConfig(sandbox=SandboxConfig(kind="limits"), max_retries=0, test_timeout_s=2.0).build()
+    rollouts = []
+    for code, wanted in programs:
+        rollouts.append(new_rollout("Write it.", ground_truth={"inputs": [""], "outputs": [wanted]}))
+        rollouts[-1].response_text = code
+    try:
+        return [verdict.score for verdict in await asyncio.gather(*map(judger.judge, rollouts))]
+    finally:
+        await judger.close()
+
+
+print(json.dumps({"scores": asyncio.run(judge_all(json.load(sys.stdin))), "said": said}))
+"""
+
+
+@pytest.mark.long_tier
+def test_limits_without_landlock_say_what_they_do_not_stop_and_stop_the_rest(host, tmp_path):
+    works("limits")
+    open_to_all = tmp_path / "open to all"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    wrote = open_to_all / "was-here"
+    programs = [
+        (host.program("the right answer in files"), host.token),
+        (f"open({str(wrote)!r}, 'w').write('x' * 1000)\nprint('wrote')", "wrote"),
+        (host.program("/proc of others"), host.token),
+        *((host.program(attack), host.token) for attack in ("network", "environment secrets", "killing the parent")),
+    ]
+    command = [sys.executable, "-c", WITHOUT_LANDLOCK]
+    done = subprocess.run(command, input=json.dumps(programs), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["scores"] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    assert wrote.stat().st_size == 1000
+    (said,) = [line for line in told["said"] if "does not stop" in line]
+    for gap in ("reading every file that its user may read", "the command lines of other processes among them"):
+        assert gap in said
+    assert "writing where everybody may" in said
+    assert "filling the disk outside of its own directory" in said
+    assert host.met == [] and host.knows.poll() is None
 
 
 def test_bubblewrap_and_namespaces_stop_what_limits_do_not(answer):
