@@ -25,6 +25,7 @@ NOT_LIGHT = (
     "penstock.engine.",
     "penstock.cluster",
     "penstock.view",
+    "penstock.trainer.spans",
 )
 ENDLESS = [math.inf, -math.inf, math.nan, 10**25, -(10**25)]
 
