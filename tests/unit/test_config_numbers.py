@@ -101,13 +101,16 @@ def test_a_number_without_end_is_refused_in_sampling(name: str, number: float) -
 
 class Freight(Config):
     containers: int = 0
+    num_cranes: int = 0
     memory_of_crane: int = 0
     anything: Any = None
 
 
 def test_what_a_number_may_be_depends_on_what_it_counts() -> None:
-    Freight(containers=10**9, memory_of_crane=10**12, anything=10**40)
+    Freight(containers=10**9, num_cranes=10**4, memory_of_crane=10**12, anything=10**40)
     with pytest.raises(ConfigError, match=r"Freight\.containers is 1000000001; it must be at most 1,000,000,000"):
         Freight(containers=10**9 + 1)
+    with pytest.raises(ConfigError, match=r"Freight\.num_cranes is 10001; it must be at most 10,000"):
+        Freight(num_cranes=10**4 + 1)
     with pytest.raises(ConfigError, match=r"Freight\.memory_of_crane is 10000000000000000; it must be at most"):
         Freight(memory_of_crane=10**16)
