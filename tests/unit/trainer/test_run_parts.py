@@ -15,7 +15,7 @@ import pytest
 from penstock.cli.config_file import load_config
 from penstock.data import DatasetConfig, remember_prompts
 from penstock.errors import CheckpointError, PenstockError, RefusedError
-from penstock.events import EvaluationDone, Event, Exported, Note, StepTrained
+from penstock.events import EvaluationDone, Event, Exported, Note, StageBegan, StepTrained
 from penstock.judger import JudgerSet
 from penstock.learn.rng import rng_state
 from penstock.models import load_tokenizer, resolve_model
@@ -27,6 +27,7 @@ from penstock.testing import ScriptedEngine, run_virtual
 from penstock.trainer.checkpointing import RunCheckpointer
 from penstock.trainer.checkpoints import Checkpoint, CheckpointStore
 from penstock.trainer.gauges import Gauges
+from penstock.trainer.observers import Observers
 from penstock.trainer.origin import ModelOrigin
 from penstock.trainer.parts import Parts, build_trainer
 from penstock.trainer.resume import Beginning, require_unchanged
@@ -45,6 +46,9 @@ class Told:
 
     def notice(self, event: Event) -> None:
         self.events.append(event)
+
+    def close(self) -> None:
+        pass
 
 
 def test_a_summary_adds_up_what_the_run_told() -> None:
@@ -257,13 +261,17 @@ def test_a_resume_with_other_rows_is_refused_with_what_differs(tmp_path: Path) -
     asyncio.run(CheckpointStore(run_dir / "checkpoints").save(0, state={}, config=config.describe()))
     write("abc", "fed", "cba")
     gone = r"it had 4 prompts when the run began and has 3 now; what stood before .*rows\.jsonl:2 is gone"
+    told = Told()
     with pytest.raises(CheckpointError, match=gone):
-        config.build(run_dir=run_dir, resume="newest")
+        config.build(run_dir=run_dir, resume="newest", observers=Observers(told=told))
+    assert StageBegan(stage="scan", detail="3 rows") in told.events
 
 
 def test_an_evaluation_leaves_its_answers_and_its_figures(tmp_path: Path) -> None:
     config = load_config("tiny", ["cpu_threads=1", "evaluator.eval_sample_num=2"])
-    metrics = config.evaluate(out_dir=tmp_path / "out")
+    told = Told()
+    metrics = config.evaluate(out_dir=tmp_path / "out", observers=Observers(told=told))
+    assert [event.stage for event in told.events if isinstance(event, StageBegan)].count("scan") >= 1
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert result == {"model": "tiny", "metrics": metrics}
     answers = read_trajectories(tmp_path / "out" / "answers.jsonl")
