@@ -196,7 +196,7 @@ def build_trainer(
     beginning = find_beginning(run_dir, resume, config.describe(), checkpoints, allow_change=allow_change)
     site.prepare(config)
     recorded = Profile(run_dir / "profile.json") if profile else None
-    with contextlib.ExitStack() as undo:
+    with observers.warnings(), contextlib.ExitStack() as undo:
         parts = _build_parts(
             _Opened(config, observers, site, run_dir, trains=True, profile=recorded),
             checkpoints,

@@ -15,7 +15,7 @@ import pytest
 from penstock.cli.config_file import load_config
 from penstock.data import DatasetConfig, remember_prompts
 from penstock.errors import CheckpointError, PenstockError, RefusedError
-from penstock.events import EvaluationDone, Event, Exported, Note, StageBegan, StepTrained
+from penstock.events import EvaluationDone, Event, Exported, Note, StageBegan, StepTrained, Warned
 from penstock.judger import JudgerSet
 from penstock.learn.rng import rng_state
 from penstock.models import load_tokenizer, resolve_model
@@ -278,6 +278,18 @@ def test_an_evaluation_leaves_its_answers_and_its_figures(tmp_path: Path) -> Non
     judged = [answer.reward.score for answer in answers if answer.reward is not None]
     assert len(judged) == len(answers) >= 2
     assert all(answer.rendered_prompt and answer.turns for answer in answers)
+
+
+def test_what_parts_warn_of_while_they_are_built_is_told(tmp_path: Path) -> None:
+    def refuses(*parts: Any) -> None:
+        raise RefusedError("seen enough")
+
+    told, setting = Told(), "manager.tasks.0.produce_strategy_config.max_token_staleness=9"
+    with pytest.raises(RefusedError, match="seen enough"):
+        config = load_config("tiny-async", ["cpu_threads=2", setting])
+        build_trainer(config, refuses, tmp_path / "run", Observers(told=told), None)
+    [warning] = [event.text for event in told.events if isinstance(event, Warned)]
+    assert warning.startswith("max_token_staleness=9 above max_staleness=")
 
 
 def test_everything_that_was_built_is_closed_when_the_run_is_refused_at_last(tmp_path: Path) -> None:
