@@ -32,7 +32,14 @@ from penstock.errors import ConfigError
 Dtype = Literal["auto", "float32", "bfloat16"]
 """`auto`: bfloat16 where this machine computes it several times as fast, else float32; decided at every start, so a run
 that is resumed on another machine may go on in the other one."""
-LARGEST = {"seed": 2**63 - 1, "*memory*": 10**15, "*_bytes": 10**15, "*": 10**9}
+LARGEST = {
+    "seed": 2**63 - 1,
+    "*memory*": 10**15,
+    "*_bytes": 10**15,
+    "num_*": 10**4,
+    "over_sample_threshold": 10**3,
+    "*": 10**9,
+}
 """How large a number may be whose field sets no bound of its own, by the field's name; the first that fits."""
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 
@@ -116,7 +123,10 @@ def import_name(dotted: str) -> Any:
     try:
         return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{dotted!r} cannot be imported: {error}") from error
+        raise ConfigError(f"{dotted!r} cannot be imported: {error}{_line_in_module(error)}") from error
+    except (Exception, SystemExit) as error:  # whatever a module of the user's does while it is imported
+        said = f"{type(error).__name__}: {error}{_line_in_module(error)}"
+        raise ConfigError(f"{dotted!r} cannot be imported: {said}") from error
 
 
 def dotted_name(function: Callable[..., Any]) -> str:
@@ -148,6 +158,17 @@ def raised_at(error: BaseException, function: Callable[..., Any]) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == place.rpartition(":")[0]]
     return f"{place.rpartition(':')[0]}:{lines[-1]}" if lines else place
+
+
+def _line_in_module(error: BaseException) -> str:
+    """` (file:line)` where an import failed inside a module; nothing when there is no such module or name."""
+    ours = {__file__, importlib.__file__}
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in ours and not frame.filename.startswith("<frozen ")
+    ]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def _caller() -> str:

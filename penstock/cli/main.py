@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from penstock import __version__
 from penstock.cli import engines, judge, ledger, models, plot, recipes, runs, serve, train, view
 from penstock.cli import eval as eval_command
-from penstock.cli.output import close_output, replace_missing_letters
+from penstock.cli.output import close_output, open_missing_descriptors, replace_missing_letters
 from penstock.errors import PenstockError, RefusedError
 
 INTERRUPTED = 130
@@ -20,6 +20,7 @@ COMMANDS = (train, eval_command, judge, serve, runs, view, plot, ledger, engines
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    open_missing_descriptors()
     replace_missing_letters()
     options = _parser().parse_args(arguments)
     try:

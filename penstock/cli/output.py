@@ -22,6 +22,14 @@ def replace_missing_letters() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
+def open_missing_descriptors() -> None:
+    """0 to 2, of a process that was started without them: else the next files it opens are these, and a child process
+    would print into one of them."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
 def close_output() -> None:
     """Python would complain about what it could not write once more when it exits."""
     with contextlib.suppress(OSError, ValueError):

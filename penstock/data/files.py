@@ -41,6 +41,8 @@ def files_of(path: Path) -> list[Path]:
         return [path]
     if (path / "dataset_dict.json").is_file():
         splits = sorted(child.name for child in path.iterdir() if child.is_dir())
+        if not splits:
+            raise DatasetError("its dataset_dict.json is of several splits, but there is none; save it again")
         raise DatasetError(f"it holds the splits {', '.join(splits)}; name one, as in {str(path / splits[0])!r}")
     if (path / "state.json").is_file():
         return _saved_files(path)

@@ -110,7 +110,7 @@ SAME_PLAIN_BUGS = 8
 
 
 class Debut:
-    """Until a judge has given its first verdict: whether it fails for all rollouts in the same way."""
+    """Until a judge has given its first verdict: whether it fails for all rollouts, in ways that are known."""
 
     def __init__(self, name: str, failures: int) -> None:
         self._name = name
@@ -118,6 +118,7 @@ class Debut:
         self._worked = False
         self._way = ""
         self._in_a_row = 0
+        self._in_known_ways = 0
 
     def succeed(self) -> None:
         self._worked = True
@@ -127,11 +128,15 @@ class Debut:
         if self._worked:
             return
         self._in_a_row = self._in_a_row + 1 if failure.way and failure.way == self._way else 1
+        self._in_known_ways = self._in_known_ways + 1 if failure.way else 0
         self._way = failure.way
         limit = min(SAME_PLAIN_BUGS, self._limit) if failure.plain_bug else self._limit
-        if failure.way and self._in_a_row >= limit:
+        if failure.way and (self._in_a_row >= limit or self._in_known_ways >= self._limit):
+            number, how = self._in_known_ways, f"the last time in this one ({failure.way})"
+            if self._in_a_row >= limit:
+                number, how = self._in_a_row, f"each time the same ({failure.way})"
             raise UserFunctionError(
-                f"the judge {self._name} gave no verdict for any of the first {self._in_a_row} rollouts, each time "
-                f"the same ({failure.way}): {failure.reason}\n{failure.detail}".rstrip()
+                f"the judge {self._name} gave no verdict for any of the first {number} rollouts, {how}: "
+                f"{failure.reason}\n{failure.detail}".rstrip()
                 + "\nMend it, or return a score for such answers, and start again."
             )

@@ -49,12 +49,17 @@ class PoolLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The file to which what the function prints is added; None: this process's standard error."""
 
 
-def _opened(output: str | None) -> int | None:
-    """Where a worker writes what is printed; None where there is no such place, such as on another machine."""
+def _opened(output: str | None) -> int:
+    """Where a worker writes what is printed: the file, else this process's standard error, else nowhere."""
     if output is not None:
+        # There may be no such place, such as on another machine.
         with contextlib.suppress(OSError):
             return os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    return None
+    # None in a process that was started without one; its descriptor may be any file since.
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            return os.dup(2)
+    return os.open(os.devnull, os.O_WRONLY)
 
 
 def _take_note(task: asyncio.Task[Reply]) -> None:
@@ -85,8 +90,7 @@ class Worker:
             raise
         finally:
             theirs.close()
-            if printed is not None:
-                os.close(printed)
+            os.close(printed)
         self.calls = 0
         self._ready = False
         self._killed = False

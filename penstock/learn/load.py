@@ -23,11 +23,15 @@ from penstock.learn.lora import LoRAConfig, attach
 from penstock.learn.pack import MicroBatch, pack
 from penstock.learn.recompute import recompute_layers
 from penstock.models.bfloat16 import choose_dtype, has_fast_products
+from penstock.models.context import attention_window
 from penstock.models.load import load_causal_lm
 from penstock.rollout import ROOT, IntArray
 
 TOLERANCE = 1e-3
 """Of a logprob, between two orders of the same float32 sums."""
+PROBE_TOKENS, LONG_PROBE_TOKENS = 18, 320
+"""What a way is tried on. The long one costs as much as a micro-batch; it shows what a family does beyond a few hundred
+tokens and does not name."""
 
 
 class LogprobModel(Protocol):
@@ -86,13 +90,14 @@ def check_head(model: Any) -> None:
 def can_share_prompts(model: Any) -> bool:
     """Whether the model follows a mask of [rows, 1, length, length] and positions that restart."""
     config = model.config.get_text_config()
-    # A custom mask is taken as it is, so a window would be lost in rows longer than the one tried here.
+    # A custom mask is taken as it is, and a window measured along the row: both are wrong in rows longer than the one
+    # tried here.
     other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if other_layers or getattr(config, "sliding_window", None) is not None:
+    if other_layers or attention_window(config) is not None:
         return False
     own = config._attn_implementation
     try:
-        shares = _difference(model, PlainModel(model, share_prompts=True)) < TOLERANCE
+        shares = _difference(model, PlainModel(model, share_prompts=True), LONG_PROBE_TOKENS) < TOLERANCE
     except (ValueError, RuntimeError, TypeError, IndexError, AttributeError):
         shares = False
     if not shares and config._attn_implementation != own:
@@ -121,14 +126,15 @@ def choose_way(
     return PlainModel(model, dtype, share_prompts=share_prompts)
 
 
-def _difference(model: Any, way: LogprobModel) -> float:
+def _difference(model: Any, way: LogprobModel, length: int = PROBE_TOKENS) -> float:
     """Largest difference of a logprob between this way and the model's own forward pass, one segment at a time.
 
     The second answer has two segments, of which the second goes on from the middle of the first.
     """
     vocab = model.get_output_embeddings().weight.shape[0]
-    ids = (np.arange(1, 19, dtype=np.int64) * 7919 % vocab).astype(np.int32)
-    prompt, first, second, branch = np.split(ids, [5, 9, 15])
+    length = min(length, getattr(model.config.get_text_config(), "max_position_embeddings", None) or length)
+    ids = (np.arange(1, length + 1, dtype=np.int64) * 7919 % vocab).astype(np.int32)
+    prompt, first, second, branch = np.split(ids, [length * 5 // 18, length // 2, length * 5 // 6])
     answers = [
         TrainAnswer("probe/0", 0.0, 0.0, [_probe(first, ROOT, len(prompt))]),
         TrainAnswer("probe/1", 0.0, 0.0, [_probe(second, ROOT, len(prompt)), _probe(branch, 0, 2)]),
@@ -141,7 +147,9 @@ def _difference(model: Any, way: LogprobModel) -> float:
     ])  # fmt: skip
     ours = torch.full_like(plain, torch.nan)
     with torch.no_grad():
-        for micro_batch in pack(batch, max_tokens=256, share_prompts=way.share_prompts, one_row=way.one_row):
+        for micro_batch in pack(
+            batch, max_tokens=max(256, length), share_prompts=way.share_prompts, one_row=way.one_row
+        ):
             where = torch.from_numpy(micro_batch.token_index).to(ours.device)
             ours[where] = way.logprobs(micro_batch).logprobs.to(ours)
     # The maximum of a tensor is NaN when one of them is; Python's would pass over it.

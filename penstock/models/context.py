@@ -49,6 +49,15 @@ def rope_limit(fields: Mapping[str, Any]) -> int | None:
     return min(limits, default=None)
 
 
+def attention_window(config: Any) -> int | None:
+    """Of a transformers configuration: how far back the layers look that do not look at everything; None where its
+    fields name no such layer."""
+    sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo
+        sizes.append(config.window_size)
+    return min((size for size in sizes if size), default=None)
+
+
 def fix_frequencies(model: Any) -> None:
     """Let a model that was just loaded keep the rotary frequencies it has, whatever it is given."""
     for module in model.modules():

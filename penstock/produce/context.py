@@ -41,6 +41,8 @@ class TaskRuntime(msgspec.Struct):
 
 
 class ProduceContext:
+    """What a strategy may ask and do for one task, during one call of it."""
+
     def __init__(
         self,
         runtime: TaskRuntime,

@@ -35,6 +35,8 @@ from penstock.rollout import RolloutState, Status
 
 
 class ProduceBatchStatus(enum.StrEnum):
+    """Why `produce_batch` came back: all that is due is there, a pause begins, or the weights are too old."""
+
     NORMAL = "normal"
     UPDATE_WEIGHT_AND_ABORT = "update_weight_and_abort"
     EXPIRED_BATCH = "expired_batch"
@@ -232,5 +234,7 @@ class PooledStrategy(ProduceStrategy):
 
 
 class PooledStrategyConfig(ProduceStrategyConfig, abc.ABC):
+    """Base of the configurations of strategies that play groups concurrently."""
+
     pause_timeout_s: float = pydantic.Field(default=300.0, gt=0, allow_inf_nan=False)
     """How long a pause waits for what is pending before it cancels the rest."""

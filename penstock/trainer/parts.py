@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -39,6 +40,7 @@ TrainerT = TypeVar("TrainerT", covariant=True)
 
 EVAL_SEED = 1_000_003
 """Added to the run's seed, so that evaluation does not replay the random numbers of training."""
+SCAN_TOLD_EVERY_S = 1.0
 
 
 class Closable(Protocol):
@@ -117,10 +119,15 @@ class _Opened:
         tasks = [task.spec() for task in (config.evaluator.eval_tasks if config.evaluator is not None else [])]
         for text in check_templates([*config.manager.task_list, *tasks], self.tokenizer):
             observers.notice(Warned(text=text, source="chat template"))
-        self.eval_prompts = load_prompts(tasks, self.tokenizer, context=self.context)
+        self._told_of_scan = -SCAN_TOLD_EVERY_S
+        self.eval_prompts = load_prompts(tasks, self.tokenizer, context=self.context, on_progress=self.scanned)
 
     def scanned(self, rows: int) -> None:
-        self.observers.notice(StageBegan(stage="scan", detail=f"{rows:,} rows"))
+        """Now and then: millions of rows would fill what is kept of the events before a run begins."""
+        now = time.monotonic()
+        if now - self._told_of_scan >= SCAN_TOLD_EVERY_S:
+            self._told_of_scan = now
+            self.observers.notice(StageBegan(stage="scan", detail=f"{rows:,} rows"))
 
     def loading(self, what: str) -> None:
         self.observers.notice(StageBegan(stage="load", detail=f"{what} of {self.config.model}"))
@@ -197,7 +204,7 @@ def build_trainer(
     beginning = find_beginning(run_dir, resume, config.describe(), checkpoints, allow_change=allow_change)
     site.prepare(config)
     recorded = Profile(run_dir / "profile.json") if profile else None
-    with contextlib.ExitStack() as undo:
+    with observers.warnings(), contextlib.ExitStack() as undo:
         parts = _build_parts(
             _Opened(config, observers, site, run_dir, trains=True, profile=recorded),
             checkpoints,

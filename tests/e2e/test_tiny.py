@@ -41,6 +41,7 @@ def test_tiny_learns_and_leaves_a_complete_run_directory(tiny_run, penstock, rea
     assert max(line["train/mismatch/max_abs"] for line in steps) < 1e-4
     assert json.loads((tiny_run / "config.json").read_text())["class"] == "RLColocateTrainerConfig"
     assert list((tiny_run / "tensorboard").iterdir())
+    assert (tiny_run / "prompts.msgpack").stat().st_size  # what a resume compares the dataset with
     first = read_lines(tiny_run / "trajectories" / "step-000001.jsonl")
     assert len(first) == 128
     assert {"prompt", "answer", "reward", "advantage", "model_steps", "staleness"} <= first[0].keys()

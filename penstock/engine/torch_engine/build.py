@@ -15,7 +15,7 @@ from penstock.engine.torch_engine.model import LanguageModel
 from penstock.engine.torch_engine.scheduler import Finish, Scheduler
 from penstock.errors import ModelError
 from penstock.models.bfloat16 import choose_dtype, keep_onednn_alive
-from penstock.models.context import rope_limit
+from penstock.models.context import attention_window, rope_limit
 from penstock.models.families import is_like_llama, read_weights
 from penstock.models.load import load_causal_lm
 from penstock.models.threads import release_threads
@@ -85,5 +85,5 @@ def _context(config: Any) -> int:
     lengths = [getattr(config, "max_position_embeddings", None), rope_limit(config.to_dict())]
     kinds = getattr(config, "layer_types", None)
     if kinds is None or any(kind != "full_attention" for kind in kinds):
-        lengths.append(getattr(config, "sliding_window", None))
+        lengths.append(attention_window(config))
     return min((length for length in lengths if length), default=1 << 20)

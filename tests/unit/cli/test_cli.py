@@ -227,6 +227,18 @@ def test_a_bad_configuration_is_refused_before_torch_is_imported(folder: Path) -
     assert done.stdout == "2 False False\n"
 
 
+def test_a_command_that_is_started_without_input_and_output_ends_well(folder: Path) -> None:
+    program = (
+        "import os, sys\nfrom pathlib import Path\nfrom penstock.cli import main\n"
+        "code = main(['train', 'mine.py'])\n"
+        "Path('kept').write_text(repr([code, *(os.readlink(f'/proc/self/fd/{n}') for n in range(3))]))\n"
+    )
+    started = ["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', sys.executable, "-c", program]
+    assert subprocess.run(started, timeout=120, check=False).returncode == 0
+    assert (folder / "kept").read_text() == repr([0, *["/dev/null"] * 3])
+    assert (folder / "runs" / "mine" / "lr").exists()
+
+
 def test_a_listing_whose_reader_left_ends_quietly(folder: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)

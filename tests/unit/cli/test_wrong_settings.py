@@ -62,10 +62,35 @@ def test_a_wrong_setting_is_refused_and_leaves_nothing_behind(
     assert [path.name for path in folder.iterdir()] == ["mine.py"]
 
 
-def test_over_sampling_without_an_end_is_refused(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    setting = f"{TASK}.produce_strategy_config.over_sample_threshold=inf"
+@pytest.mark.parametrize("field", ["train.loss", "train.advantage", f"{LOOP}.loop", f"{TASK}.judger_config"])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("x = undefined\n", "NameError: name 'undefined' is not defined"),
+        ("def broken(:\n", "SyntaxError: "),
+        ("import sys\nsys.exit(3)\n", "SystemExit: 3"),
+    ],
+)
+def test_a_function_whose_module_cannot_be_imported_is_refused(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    field: str,
+    content: str,
+    said: str,
+) -> None:
+    (folder / "broken_module.py").write_text(content)
+    monkeypatch.syspath_prepend(folder)
+    lines = fails(["train", "tiny", "--set", f"{field}=broken_module.broken"], 2, capsys)
+    assert any(said in line and "broken_module" in line for line in lines), lines
+    assert sorted(path.name for path in folder.iterdir()) == ["broken_module.py", "mine.py"]
+
+
+@pytest.mark.parametrize("share", ["inf", "1e6"])
+def test_over_sampling_without_an_end_is_refused(capsys: pytest.CaptureFixture[str], folder: Path, share: str) -> None:
+    setting = f"{TASK}.produce_strategy_config.over_sample_threshold={share}"
     [line] = fails(["train", "tiny-async", "--set", setting], 2, capsys)
-    assert "over_sample_threshold is 'inf'" in line
+    assert "over_sample_threshold is " in line
 
 
 @pytest.mark.parametrize("path", ["manager.tasks.0.weight", "tasks.0.weight"])

@@ -456,6 +456,10 @@ def test_a_directory_that_datasets_saved_is_read(tokenizer, tmp_path):
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
     with pytest.raises(ConfigError, match=r"it holds the splits train; name one, as in '.*saved/train'"):
         DatasetConfig(path=tmp_path / "saved").check()
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(ConfigError, match="is of several splits, but there is none"):
+        DatasetConfig(path=tmp_path / "torn").check()
     selected = save_like_datasets(tmp_path / "selected", rows, _indices_data_files=[{"filename": "i.arrow"}])
     with pytest.raises(ConfigError, match=r"flatten_indices\(\)"):
         DatasetConfig(path=selected).check()

@@ -1,4 +1,4 @@
-"""Models whose rotary frequencies depend on the length of a sequence."""
+"""Models that compute otherwise in long sequences: other rotary frequencies, or layers that do not look all the way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_contract import CharacterTokenizer, ask, ids_of, logprobs_of
-from transformers import Phi3Config, Phi3ForCausalLM
+from transformers import GPTNeoConfig, GPTNeoForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from penstock.engine import EmbeddedEngineConfig
 from penstock.errors import DataFailure, ModelError
@@ -66,3 +66,12 @@ def test_answers_up_to_the_first_context_have_the_logprobs_of_each_row_alone(
 def test_a_longer_context_than_the_first_is_refused(long_phi: Path) -> None:
     with pytest.raises(ModelError, match=r"max_context is 64; the model in .* has 48"):
         EmbeddedEngineConfig(max_context=64).build(str(long_phi), CharacterTokenizer())
+
+
+def test_local_attention_ends_the_context_where_its_window_does(tmp_path: Path) -> None:
+    layers = {"attention_types": [[["global", "local"], 1]], "window_size": 32, "max_position_embeddings": 256}
+    shape = {"vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
+    GPTNeoForCausalLM(GPTNeoConfig(**shape, **layers, bos_token_id=0, eos_token_id=0)).save_pretrained(tmp_path)
+    asyncio.run(EmbeddedEngineConfig(max_context=32).build(str(tmp_path), CharacterTokenizer()).close())
+    with pytest.raises(ModelError, match=r"max_context is 33; the model in .* has 32"):
+        EmbeddedEngineConfig(max_context=33).build(str(tmp_path), CharacterTokenizer())

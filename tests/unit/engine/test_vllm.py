@@ -34,6 +34,14 @@ def test_a_vllm_recipe_without_vllm_exits_2_and_names_the_command_that_installs_
     assert not list(tmp_path.iterdir())
 
 
+def test_where_there_is_no_makefile_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when Penstock was installed with pip."""
+    monkeypatch.setattr("penstock.engine.config.PROJECT", tmp_path)
+    with pytest.raises(ConfigError, match=r"name its interpreter: --set engines\.engine\.python=") as refused:
+        VllmEngineConfig(python="nowhere/bin/python").check()
+    assert "make " not in str(refused.value)
+
+
 def test_vllm_in_this_environment_is_asked_for_by_name() -> None:
     with pytest.raises(ConfigError, match="make setup-vllm"):
         VllmEngineConfig(python=None).check()

@@ -64,6 +64,14 @@ def test_a_judge_that_never_gave_a_verdict_and_fails_the_same_way_stops_the_run(
     assert function.__name__ in said
 
 
+def test_a_judge_that_never_gave_a_verdict_may_fail_in_several_ways(make_config, answered):
+    answers = itertools.cycle(["four", "", "it is four"])
+    config = make_config(wrong.needs_a_number_first, breaker_failures=20)
+    count, said = judge_until_stopped(config, lambda: answered(next(answers), 4))
+    assert count == 20
+    assert "needs_a_number_first gave no verdict for any of the first 20 rollouts, the last time in this one" in said
+
+
 def test_an_async_judge_with_a_bug_stops_the_run_too(make_config, answered):
     count, said = judge_until_stopped(make_config(wrong.asks_a_service), lambda: answered("a"))
     assert count == 8

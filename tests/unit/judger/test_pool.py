@@ -252,3 +252,25 @@ def test_workers_end_when_their_parent_forgets_to_close(driver_command, is_gone)
     assert done.returncode == 0
     assert done.stderr == ""
     assert all(is_gone(int(pid)) for pid in done.stdout.split())
+
+
+CLOSED_DRIVER = """
+import asyncio, sys
+from pathlib import Path
+from penstock.judger import NativeJudgerConfig
+from penstock.rollout import new_rollout
+
+judger = NativeJudgerConfig(reward_handler=sys.argv[1] + ":length", num_workers=1).build()
+rollout = new_rollout("q")
+rollout.response_text = "four"
+answer = asyncio.run(judger.judge(rollout))
+asyncio.run(judger.close())
+Path(sys.argv[2]).write_text(str(answer))
+"""
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_workers_judge_for_a_process_without_standard_error(closed, tmp_path):
+    command = ["sh", "-c", f'exec "$0" "$@" {closed}', sys.executable, "-c", CLOSED_DRIVER, str(REWARDS)]
+    subprocess.run([*command, str(tmp_path / "answer")], timeout=60, check=True)
+    assert (tmp_path / "answer").read_text() == str(Verdict(4.0))

@@ -27,6 +27,10 @@ def needs_a_number(response, label, extra_info):
     return int(response) == label
 
 
+def needs_a_number_first(response, label, extra_info):
+    return float(response.split()[0]) == label
+
+
 def needs_a_match(response, label, extra_info):
     return re.search(r"#### (\d+)", response).group(1) == label
 

@@ -17,6 +17,8 @@ from transformers import (
     CohereForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -31,6 +33,7 @@ from penstock.learn.losses import CustomLossConfig, LossTerms, LossTokens, PPOLo
 from penstock.learn.overlong import OverlongConfig
 from penstock.learn.save import save_hf
 from penstock.learn.worker import TorchTrainWorker
+from penstock.models.context import attention_window
 from penstock.rollout import FinishReason, FloatArray, Group, Tokens
 from penstock.trainer.checkpoints import CheckpointStore
 
@@ -412,6 +415,22 @@ SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "nu
 def test_a_sliding_window_is_trained_without_sharing_prompts() -> None:
     config = MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=4, pad_token_id=0)
     model = MistralForCausalLM(config).eval()
+    check_head(model)
+    assert not can_share_prompts(model)
+
+
+@pytest.mark.parametrize(
+    "named", [True, False], ids=["a window that the configuration names", "a window that only the layers know"]
+)
+def test_local_attention_is_trained_without_sharing_prompts(named: bool) -> None:
+    """Its window of 64 tokens is measured along the row, where other answers stand between an answer and its prompt."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 512, "vocab_size": 50}
+    layers = {"attention_types": [[["global", "local"], 1]], "window_size": 64, "initializer_range": 0.3}
+    model = GPTNeoForCausalLM(GPTNeoConfig(**shape, **layers, bos_token_id=0, eos_token_id=0)).eval()
+    if not named:
+        model.config.attention_layers = ["global", "global"]
+    assert attention_window(model.config) == (64 if named else None)
     check_head(model)
     assert not can_share_prompts(model)
 

@@ -8,11 +8,12 @@ import msgspec
 import pytest
 
 from penstock.agent_loop import AgentLoop, SingleTurnAgentLoop
+from penstock.agent_loop.judging import take_verdict
 from penstock.engine import RolloutControllerConfig
 from penstock.errors import CircuitOpen, EngineUnavailable, Interrupted, UserFunctionError
 from penstock.produce import FailurePolicyConfig, ProduceContext, SyncProduceStrategyConfig, has_different_rewards
 from penstock.replay import GroupState
-from penstock.rollout import Group, Prompt, RolloutState, Status, Verdict
+from penstock.rollout import Group, Prompt, RolloutState, Status, Unjudged, Verdict
 from penstock.testing import (
     EngineFaults,
     EngineScript,
@@ -332,6 +333,44 @@ def test_the_run_stops_when_too_large_a_share_of_a_window_failed(context: NewCon
     with pytest.raises(CircuitOpen, match=r"8 of the last 8 groups failed \(limit 50%\); the last: task:7:1: .*poison"):
         many(world, context, 100)
     assert world.buffer.conservation("task").drawn == 8
+
+
+class HasABug(SingleTurnAgentLoop):
+    """Its judge cannot work, and says so."""
+
+    async def judge_sample(self, rollout: RolloutState) -> None:
+        raise UserFunctionError("the judge my_run.reward failed the same way 8 times and never gave a verdict")
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_judge_that_cannot_work_stops_the_run_at_once_as_itself(relative: bool) -> None:
+    world = ScriptedWorld([task(loop=HasABug)])
+    if relative:
+
+        async def judge_group(rollouts: Group) -> list[Verdict]:
+            raise UserFunctionError("the judge my_run.reward failed")
+
+        world = ScriptedWorld([task(judger=JudgerScript(relative=True))])
+        world.judgers["task"].judge_group = judge_group  # type: ignore[method-assign,assignment]
+    with pytest.raises(UserFunctionError, match=r"the judge my_run\.reward failed"):
+        run_virtual(world.manager.produce_batch(4, 1, model_step=0))
+    assert world.dead_letters.count == 0
+
+
+class IsNotJudged(SingleTurnAgentLoop):
+    async def judge_sample(self, rollout: RolloutState) -> None:
+        rollout.response_text = "forty-two"
+        take_verdict(rollout, Unjudged("raised ValueError: not a number", "Traceback: my_run.py, line 3, in reward"))
+
+
+def test_a_dead_letter_has_the_answer_and_the_traceback_of_its_judge(context: NewContext, tmp_path: Path) -> None:
+    file = tmp_path / "dead.jsonl"
+    played(ScriptedWorld([task(loop=IsNotJudged, prompt_repeat_k=1)], dead_letters=file), context)
+    letter = msgspec.json.decode(file.read_bytes())
+    assert letter["reason"] == "unjudged" and letter["answers"] == {"task:0:0": "forty-two"}
+    failure = letter["failures"]["task:0:0"]
+    assert failure["message"] == "raised ValueError: not a number"
+    assert failure["detail"] == "Traceback: my_run.py, line 3, in reward"
 
 
 class OneInFour(Poisoned):

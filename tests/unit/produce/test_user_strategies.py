@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,7 +74,15 @@ def test_a_group_may_be_handed_on_as_it_came_or_as_a_list_of_its_own(rebuilt: bo
     assert mine.produced_tokens == sum(rollout.num_tokens for group in result.groups for rollout in group)
 
 
-@pytest.mark.parametrize("strategy", [PlainConfig(), OneByOneConfig()])
+def documented() -> ProduceStrategyConfig:
+    document = (Path(__file__).parents[3] / "docs" / "concepts.md").read_text()
+    found: dict[str, Any] = {"__name__": "a_strategy_of_your_own"}
+    exec(document.partition("## A strategy of your own")[2].partition("```python\n")[2].partition("```")[0], found)
+    config: ProduceStrategyConfig = found["OneByOneConfig"]()
+    return config
+
+
+@pytest.mark.parametrize("strategy", [PlainConfig(), OneByOneConfig(), documented()])
 def test_a_strategy_that_never_calls_its_model_too_old_is_bounded_all_the_same(
     strategy: ProduceStrategyConfig,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -12,22 +13,27 @@ from typing import Any
 import pytest
 
 from penstock.cli.config_file import load_config
+from penstock.data import DatasetConfig, remember_prompts
 from penstock.errors import CheckpointError, PenstockError, RefusedError
-from penstock.events import EvaluationDone, Event, Exported, Note, StepTrained
+from penstock.events import EvaluationDone, Event, Exported, Note, StageBegan, StepTrained, Warned
 from penstock.judger import JudgerSet
 from penstock.learn.rng import rng_state
+from penstock.models import load_tokenizer, resolve_model
 from penstock.ports import EngineStats
-from penstock.produce import AgentLoopManager
+from penstock.produce import AgentLoopManager, load_prompts
 from penstock.replay import ReplayBuffer
+from penstock.replay.ledger import LEDGER_FILE
 from penstock.testing import ScriptedEngine, run_virtual
 from penstock.trainer.checkpointing import RunCheckpointer
 from penstock.trainer.checkpoints import Checkpoint, CheckpointStore
 from penstock.trainer.gauges import Gauges
+from penstock.trainer.observers import Observers
 from penstock.trainer.origin import ModelOrigin
 from penstock.trainer.parts import Parts, build_trainer
 from penstock.trainer.resume import Beginning, require_unchanged
 from penstock.trainer.signals import Stop, stopped_by_signals
 from penstock.trainer.summary import SummarySink
+from penstock.trainer.trajectories import read_trajectories
 
 
 class Told:
@@ -40,6 +46,9 @@ class Told:
 
     def notice(self, event: Event) -> None:
         self.events.append(event)
+
+    def close(self) -> None:
+        pass
 
 
 def test_a_summary_adds_up_what_the_run_told() -> None:
@@ -232,6 +241,55 @@ def test_an_evaluation_that_is_refused_leaves_the_result_of_an_earlier_one(tmp_p
     with pytest.raises(PenstockError):
         config.evaluate(out_dir=tmp_path)
     assert (tmp_path / "result.json").read_text() == "{}"
+
+
+def test_a_resume_with_other_rows_is_refused_with_what_differs(tmp_path: Path) -> None:
+    """The place in the sequence is a number of draws: a row that is gone would shift all that follow."""
+    rows, run_dir = tmp_path / "rows.jsonl", tmp_path / "run"
+    config = load_config("tiny").replace("evaluator", None)
+    config = config.replace("manager.tasks.0.sampler_config.dataset", DatasetConfig(path=rows))
+
+    def write(*words: str) -> None:
+        lines = [{"prompt": w, "reward_model": {"ground_truth": w[::-1]}, "data_source": "reverse"} for w in words]
+        rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    write("abc", "def", "fed", "cba")
+    tokenizer = load_tokenizer(resolve_model("tiny"))
+    run_dir.mkdir()
+    (run_dir / LEDGER_FILE).touch()
+    remember_prompts(run_dir, load_prompts(config.manager.task_list, tokenizer, context=64))
+    asyncio.run(CheckpointStore(run_dir / "checkpoints").save(0, state={}, config=config.describe()))
+    write("abc", "fed", "cba")
+    gone = r"it had 4 prompts when the run began and has 3 now; what stood before .*rows\.jsonl:2 is gone"
+    told = Told()
+    with pytest.raises(CheckpointError, match=gone):
+        config.build(run_dir=run_dir, resume="newest", observers=Observers(told=told))
+    assert StageBegan(stage="scan", detail="3 rows") in told.events
+
+
+def test_an_evaluation_leaves_its_answers_and_its_figures(tmp_path: Path) -> None:
+    config = load_config("tiny", ["cpu_threads=1", "evaluator.eval_sample_num=2"])
+    told = Told()
+    metrics = config.evaluate(out_dir=tmp_path / "out", observers=Observers(told=told))
+    assert [event.stage for event in told.events if isinstance(event, StageBegan)].count("scan") >= 1
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result == {"model": "tiny", "metrics": metrics}
+    answers = read_trajectories(tmp_path / "out" / "answers.jsonl")
+    judged = [answer.reward.score for answer in answers if answer.reward is not None]
+    assert len(judged) == len(answers) >= 2
+    assert all(answer.rendered_prompt and answer.turns for answer in answers)
+
+
+def test_what_parts_warn_of_while_they_are_built_is_told(tmp_path: Path) -> None:
+    def refuses(*parts: Any) -> None:
+        raise RefusedError("seen enough")
+
+    told, setting = Told(), "manager.tasks.0.produce_strategy_config.max_token_staleness=9"
+    with pytest.raises(RefusedError, match="seen enough"):
+        config = load_config("tiny-async", ["cpu_threads=2", setting])
+        build_trainer(config, refuses, tmp_path / "run", Observers(told=told), None)
+    [warning] = [event.text for event in told.events if isinstance(event, Warned)]
+    assert warning.startswith("max_token_staleness=9 above max_staleness=")
 
 
 def test_everything_that_was_built_is_closed_when_the_run_is_refused_at_last(tmp_path: Path) -> None:

@@ -122,7 +122,8 @@ def test_three_steps_without_anything_to_learn_from_are_said_once(tmp_path: Path
     for train_step in range(1, 6):
         learn(step, [group(train_step, (1.0, 1.0))], train_step)
     [warning] = [event for event in told.events if isinstance(event, Warned)]
-    assert "train steps 1 to 3 had nothing to learn from" in warning.text
+    assert "train steps 1 to 3 had nothing to learn from: in 100 % of their groups" in warning.text
+    assert "Look at the rewards in trajectories/" in warning.text
 
 
 def test_steps_of_nothing_but_cut_off_answers_are_said_as_such(tmp_path: Path) -> None:
