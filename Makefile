@@ -11,6 +11,9 @@ VLLM_READY := $(VLLM_VENV)/.ready
 VERIFIERS_VENV := .venv-verifiers
 VERIFIERS_READY := $(VERIFIERS_VENV)/.ready
 
+# Where this is set, every process of every test would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm setup-verifiers demo test test-long test-vllm test-verifiers test-ray test-browser docs \
 	reference lint bench crash-quick crash soak-ray soak-ranks soak-judges soak

@@ -25,6 +25,9 @@ def weights(run_dir: Path) -> str:
     return hashlib.sha256((run_dir / "hf" / "final" / "model.safetensors").read_bytes()).hexdigest()
 
 
+pytestmark = pytest.mark.crash_tier
+
+
 @pytest.fixture(scope="module")
 def stopped(build, tmp_path_factory):
     """A run that ended after step 6, with the checkpoints 4 and 6."""

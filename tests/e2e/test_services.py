@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from penstock.cli import main
 from penstock.events import Warned
 from penstock.trainer.observers import read_events
@@ -35,6 +37,7 @@ trainer = tiny.replace("trackers", [NobodyThere(), GoesAway(), JsonlTrackerConfi
 """
 
 
+@pytest.mark.long_tier
 def test_a_service_that_cannot_be_reached_or_goes_away_never_ends_a_run(tmp_path, monkeypatch, model_cache):
     monkeypatch.setenv("PENSTOCK_HOME", str(model_cache))
     monkeypatch.chdir(tmp_path)

@@ -180,6 +180,7 @@ def test_weights_without_a_channel_use_the_same_memory_in_turn(served_dir: Path,
     run(test)
 
 
+@pytest.mark.long_tier
 def test_a_killed_process_fails_what_it_owes_and_can_be_restarted(served_dir: Path) -> None:
     async def test() -> None:
         engine = process_engine(served_dir)
@@ -252,6 +253,7 @@ def test_closing_while_the_process_starts_leaves_nothing(served_dir: Path) -> No
     run(test)
 
 
+@pytest.mark.long_tier
 def test_the_engines_process_dies_with_a_trainer_that_is_killed(served_dir: Path) -> None:
     program = textwrap.dedent(f"""
         import asyncio

@@ -50,6 +50,7 @@ class States:
             await self.reach(name, "fenced", "recovering")
 
 
+@pytest.mark.long_tier
 def test_killed_engines_are_fenced_their_work_is_done_elsewhere_and_they_return_with_the_current_weights(
     served_dir: Path, subjects: dict[str, Subject]
 ) -> None:
