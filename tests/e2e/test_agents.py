@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -11,6 +12,8 @@ import numpy as np
 import openai
 import pytest
 
+from penstock import LLMJudgerConfig, SampleParams
+from penstock.rollout import new_rollout
 from penstock.testing import check_ledger
 
 CALCULATOR = """
@@ -264,6 +267,26 @@ def test_after_a_kill_in_the_middle_of_conversations_finished_turns_are_not_aske
     check_ledger(tmp_path / "run").require_none()
 
 
+async def _judged_by(base_url, key, response):
+    """What a judge says that asks the served model to read an answer; the first letter is the rating."""
+    config = LLMJudgerConfig(
+        base_url=base_url,
+        model="run",
+        api_key=key,
+        template="{response}>",
+        pattern=r"\A(.)",
+        choices={letter: float(worth) for worth, letter in enumerate("abcdefgh", 1)},
+        sample_params=SampleParams(temperature=0.0, max_tokens=8),
+    )
+    judger = config.build()
+    rollout = new_rollout("q", ground_truth="a")
+    rollout.response_text = response
+    try:
+        return await judger.judge(rollout)
+    finally:
+        await judger.close()
+
+
 @pytest.mark.long_tier
 def test_a_trained_run_is_served_to_any_client(tiny_run, penstock):
     server = penstock("serve", str(tiny_run), "--port", "0", "--max-tokens", "8")
@@ -281,6 +304,8 @@ def test_a_trained_run_is_served_to_any_client(tiny_run, penstock):
             assert [model.id for model in client.models.list()] == ["run"]
             with pytest.raises(openai.BadRequestError, match="temperature is -1"):
                 ask(model="m", messages=[{"role": "user", "content": "fead>"}], temperature=-1)
+        judged = asyncio.run(_judged_by(base_url, key, "fead"))
+        assert (judged.score, judged.text) == (4.0, "daef")
         with (
             openai.OpenAI(base_url=base_url, api_key="wrong") as stranger,
             pytest.raises(openai.AuthenticationError),
