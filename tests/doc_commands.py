@@ -93,6 +93,7 @@ COMMANDS: dict[str, Played | Served | LeftOut] = {
     ),
     "make test": LeftOut("runs the tests"),
     "make setup-vllm": LeftOut("installs vLLM: minutes; `make test-vllm` begins with it"),
+    "make setup-verifiers": LeftOut("installs verifiers; `make test-verifiers` begins with it"),
     "pip install torch==2.13.0": LeftOut("what `make setup` does, into another environment"),
     "pip install -c constraints.txt -e '.[math,gym,ray,serve,lora,plot]'": LeftOut(
         "what `make setup` does, into another environment"
