@@ -13,7 +13,7 @@ import pytest
 @pytest.mark.sized
 @pytest.mark.timeout(600)
 def test_kills_of_real_runs_lose_skip_and_double_nothing(full_size):
-    kills = 10 if full_size else 2
+    kills = 10 if full_size else 3
     command = [sys.executable, str(Path(__file__).with_name("runner.py")), "--kills", str(kills), "--seed", "10"]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr

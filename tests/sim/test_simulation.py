@@ -22,7 +22,7 @@ CHUNK = 50
 @pytest.mark.sized
 @pytest.mark.timeout(600)
 def test_thousands_of_runs_lose_skip_and_double_nothing_and_never_hang(full_size: bool) -> None:
-    seeds = 5000 if full_size else 300
+    seeds = 5000 if full_size else 400
     chunks = [range(first, first + CHUNK) for first in range(0, seeds, CHUNK)]
     with concurrent.futures.ProcessPoolExecutor(
         max_workers=min(4, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")
