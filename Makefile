@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm setup-verifiers demo test test-long test-vllm test-verifiers test-ray test-browser docs \
-	reference lint bench crash-quick crash soak-ray soak-ranks soak-judges soak
+	reference lint bench crash-quick crash soak-sim soak-ray soak-runs soak-judges soak
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -58,18 +58,19 @@ $(VERIFIERS_READY): constraints-verifiers.txt
 demo: $(READY) ## train a model with the recipe quickstart, into runs/quickstart (-2, -3, ...)
 	$(BIN)/penstock train quickstart --curve
 
-# Both cores at work: one test process per core, and one thread in each, because threads that wait for a core that
-# another process holds are worse than none. In the order of the tree: the long files come first, so that no core is
-# left alone with one of them at the end.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations 10
+# All cores at work: one test process per core and one more, for the tests that wait; and one thread in each, because
+# threads that wait for a core that another process holds are worse than none. In the order of the tree: the long files
+# come first, so that no core is left alone with one of them at the end.
+WORKERS := $(shell expr $$(nproc 2> /dev/null || echo 2) + 1)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10
 
 OTHER_TIERS := --ignore tests/vllm --ignore tests/verifiers --ignore tests/cluster --ignore tests/browser --ignore tests/docs
 
 test: $(READY) ## all tests but the heavy tiers: test-long, crash-quick, test-ray, test-vllm, test-verifiers, test-browser, docs
 	$(PYTEST) tests $(OTHER_TIERS) -m 'not crash_tier and not long_tier and not soak_tier'
 
-test-long: $(READY) ## simulations, crashes and kills at their full size, and the tests that take tens of seconds
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --durations 25 tests $(OTHER_TIERS) --full -m 'long_tier or sized'
+test-long: $(READY) ## simulations and crashes by the thousand, and the tests that take tens of seconds
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 25 tests $(OTHER_TIERS) --size long -m 'long_tier or sized'
 
 test-vllm: $(READY) $(VLLM_READY) ## the tests with a real vLLM
 	$(BIN)/python -m pytest tests/vllm
@@ -115,10 +116,13 @@ soak-ray: $(READY) ## 20 random kills of actors over one run on a local cluster
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cluster -m soak_tier
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/cluster/soak.py --kills 20
 
-soak-ranks: $(READY) ## runs with train ranks in processes of their own: learning, kills, resumes
+soak-runs: $(READY) ## whole runs of recipes, and with train ranks in processes of their own: learning, kills, resumes
 	$(BIN)/python -m pytest tests/e2e -m soak_tier
 
 soak-judges: $(READY) ## 10,000 calls of judges of every kind, half of them bad
 	$(BIN)/python -m pytest tests/unit/judger -m soak_tier
 
-soak: test-long crash soak-ray soak-ranks soak-judges ## every tier that can be made larger, at its largest
+soak-sim: $(READY) ## simulations, simulated crashes and random conversations at their full size
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --durations 10 tests $(OTHER_TIERS) --size full -m sized
+
+soak: test-long soak-sim crash soak-ray soak-runs soak-judges ## every tier that can be made larger, at its largest

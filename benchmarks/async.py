@@ -105,10 +105,10 @@ class Ports:
     async def close(self) -> None:
         pass
 
-    async def save(self, train_step: int, metrics: dict[str, float]) -> None:
+    async def keep(self, train_step: int, metrics: dict[str, float], *, checkpoint: bool, export: bool) -> None:
         pass
 
-    async def export(self, train_step: int) -> None:
+    def check(self) -> None:
         pass
 
     async def gauges(self) -> dict[str, float]:

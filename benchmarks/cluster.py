@@ -22,6 +22,7 @@ another process, summed up and compared there.
 Prints one JSON line per figure.
 
     python benchmarks/cluster.py [rollouts] [quickstart] [broadcast]      all of them, or those
+    python benchmarks/cluster.py quickstart --steps 3 --rounds 1          in some minutes, where steps take long
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ from penstock.weights.stored import BroadcastWeights
 K, GROUPS = 8, 125
 ROUNDS = 8
 TOKENS = 64
-STEPS = 6
-"""Of each run of `quickstart`."""
+STEPS, RUNS = 6, 2
+"""Of each run of `quickstart`, and how often each of the two is made."""
 RUN_TIMEOUT_S = 600.0
 MB = 1 << 20
 TENSORS, TENSOR_MB = 64, 4
@@ -140,13 +141,13 @@ def step_seconds(recipe: str, *arguments: str) -> list[float]:
     return [step["time/step_s"] for step in steps if "time/step_s" in step][1:]
 
 
-def quickstart_overhead() -> None:
-    same = [f"--set=total_steps={STEPS}", f"--set=cpu_threads={os.cpu_count()}", "--set=evaluator=null"]
+def quickstart_overhead(steps: int, rounds: int) -> None:
+    same = [f"--set=total_steps={steps}", f"--set=cpu_threads={os.cpu_count()}", "--set=evaluator=null"]
     single = ["engines.num_engines=1", "resources.train.num_workers=1"]
     single += [f"manager.tasks.0.{part}.num_ray_actors=1" for part in ("agent_loop_config", "judger_config")]
     here: list[float] = []
     there: list[float] = []
-    for _ in range(2):
+    for _ in range(rounds):
         here += step_seconds("quickstart", *same)
         there += step_seconds("quickstart-ray", "--address", "local", *same, *(f"--set={each}" for each in single))
     mine, ray_s = statistics.median(here), statistics.median(there)
@@ -215,17 +216,26 @@ def say(figure: str, value: float, unit: str, detail: str) -> None:
     print(json.dumps({"figure": figure, "value": round(value, 4), "unit": unit, "detail": detail}), flush=True)
 
 
-PARTS = {"rollouts": rollouts, "quickstart": quickstart_overhead, "broadcast": broadcast_vs_memcpy}
+PARTS = ("rollouts", "quickstart", "broadcast")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}")
-    asked = parser.parse_args().parts or list(PARTS)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each run of quickstart; the first is not counted")
+    parser.add_argument("--rounds", type=int, default=RUNS, help="of runs of quickstart, here and on Ray in turn")
+    options = parser.parse_args()
+    asked = options.parts or list(PARTS)
     if unknown := [part for part in asked if part not in PARTS]:
         parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    for part in asked:
-        PARTS[part]()
+    if options.steps < 2 or options.rounds < 1:
+        parser.error("--steps must be at least 2 and --rounds at least 1")
+    if "rollouts" in asked:
+        rollouts()
+    if "quickstart" in asked:
+        quickstart_overhead(options.steps, options.rounds)
+    if "broadcast" in asked:
+        broadcast_vs_memcpy()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """What durability costs. Each group is drawn and completed: 8 rollouts of 64 tokens, two transitions.
 
 ledger.durable_groups_per_s   512 groups at once, each waits until it is durable
-ledger.vs_bare_sqlite         that, against the same groups made, encoded and inserted in a plain table, 64 a commit
+ledger.vs_bare_sqlite         that, against as many rows of bytes that lie ready, inserted in a plain table, 64 a commit
 ledger.ack_p99_ms             how long a finished group waits at half that rate; the median of five quiet rounds
 ledger.durable_turns_per_s    turns of 64 tokens of groups that are being played, each waits until it is durable
 ledger.index_us_per_group     what the indexes for readers cost the writer, from a group's draw to its training
 ledger.open_100k_s            open and restore a ledger that holds 100,000 completed groups
+ledger.open_1m_s              the same with 1,000 completed groups, after 1,000,000 that were trained; `tenth`: 100,000
 ledger.story_ms               the story of one group among them
 ledger.step_wait_percent      of a `quickstart` step, the time in which some ledger call was under way
 """
@@ -34,6 +35,7 @@ from penstock.replay.codec import RolloutsEncoder, encode_rollouts
 from penstock.replay.disk import SqliteDisk
 from penstock.replay.jobs import Job, apply
 from penstock.rollout import FinishReason, Group, Prompt, RolloutState, Status, Tokens, Turn, Verdict, pack_ids
+from penstock.testing.long_run import write_trained
 
 K = 8
 TOKENS = 64
@@ -274,6 +276,31 @@ async def open_seconds(directory: Path, groups: int) -> float:
     return seconds
 
 
+async def reopen(directory: Path, step: int, live: int) -> dict[str, float]:
+    """A run that was long: seconds to open it for the first time and again, and what that adds to the process."""
+    started = time.perf_counter()
+    buffer = ReplayBuffer(storage=Ledger.open(directory))
+    drawn = buffer.restore(step, {"sums": StaleRule(10**9)}).cursors["sums"]
+    first = time.perf_counter() - started
+    await asyncio.gather(*(store(buffer, draw) for draw in range(drawn, drawn + live)))
+    await buffer.close()
+    del buffer
+    before = resident_mb()
+    started = time.perf_counter()
+    buffer = ReplayBuffer(storage=Ledger.open(directory))
+    buffer.restore(step, {"sums": StaleRule(10**9)})
+    again = time.perf_counter() - started
+    if buffer.count("sums", Status.COMPLETED) != live or buffer.conservation().drawn != drawn + live:
+        raise AssertionError("groups are missing after the restart")
+    grown = resident_mb() - before
+    await buffer.close()
+    return {"open_s": again, "first_open_s": first, "resident_mb": grown}
+
+
+def resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 class TimedStorage:
     """A storage that knows how long it had calls under way, calls that overlap counted once."""
 
@@ -317,7 +344,7 @@ def step_wait(directory: Path, steps: int) -> tuple[float, float]:
     return timed.seconds, summary.train_seconds
 
 
-def say(figure: str, value: float, unit: str, detail: dict[str, object]) -> None:
+def say(figure: str, value: float, unit: str, detail: dict[str, Any]) -> None:
     print(json.dumps({"figure": figure, "value": round(value, 3), "unit": unit, "detail": detail}), flush=True)
 
 
@@ -326,6 +353,8 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8192, help="groups per rate measurement")
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a round of the latency measurement")
     parser.add_argument("--open-groups", type=int, default=100_000)
+    parser.add_argument("--trained-groups", type=int, default=1_000_000)
+    parser.add_argument("--live-groups", type=int, default=1000)
     parser.add_argument("--directory", type=Path, default=None, help="where the files are made; the disk to measure")
     parser.add_argument("--steps", type=int, default=2)
     asked = parser.parse_args()
@@ -344,6 +373,7 @@ def main() -> None:
         play(played)
         ready = encode_rollouts(played)
         bare, ours, inserts = [], [], []
+        gc.freeze()  # as `penstock train` does
         for _ in range(3):
             bare.append(bare_rate(fresh(), asked.groups))
             ours.append(asyncio.run(ledger_rate(fresh(), asked.groups)))
@@ -351,20 +381,19 @@ def main() -> None:
         rate = statistics.median(ours)
         sizes = {"rollouts": K, "tokens": TOKENS, "in_flight": IN_FLIGHT, "groups": asked.groups}
         say("ledger.durable_groups_per_s", rate, "groups/s", {**sizes, "runs": [round(value) for value in ours]})
-        ratios = [mine / theirs for mine, theirs in zip(ours, bare, strict=True)]
+        ratios = [mine / theirs for mine, theirs in zip(ours, inserts, strict=True)]
         say(
             "ledger.vs_bare_sqlite",
             statistics.median(ratios),
             "ratio",
             {
                 "runs": [round(ratio, 3) for ratio in ratios],
-                "bare_groups_per_s": round(statistics.median(bare)),
-                "inserts_of_ready_bytes_per_s": round(statistics.median(inserts)),
-                "vs_inserts_of_ready_bytes": round(statistics.median(ours) / statistics.median(inserts), 3),
+                "bare_groups_per_s": round(statistics.median(inserts)),
+                "made_and_encoded_per_s": round(statistics.median(bare)),
+                "vs_made_and_encoded": round(statistics.median(ours) / statistics.median(bare), 3),
                 "target": ">= 0.25",
             },
         )
-        gc.freeze()  # as `penstock train` does
         rounds: list[Round] = []
         while len(rounds) < MAX_ROUNDS and sum(each.quiet for each in rounds) < ROUNDS:
             rounds.append(latency_round(fresh(), rate / 2, asked.seconds))
@@ -382,7 +411,7 @@ def main() -> None:
             },
         )
         turns = [asyncio.run(turn_rate(fresh(), asked.groups)) for _ in range(3)]
-        detail: dict[str, object] = {"tokens": TOKENS, "in_flight": IN_FLIGHT, "runs": [round(each) for each in turns]}
+        detail: dict[str, Any] = {"tokens": TOKENS, "in_flight": IN_FLIGHT, "runs": [round(each) for each in turns]}
         say("ledger.durable_turns_per_s", statistics.median(turns), "turns/s", detail)
         costs = index_costs(fresh(), min(asked.groups, 4096))
         without = costs.pop("none")
@@ -395,6 +424,14 @@ def main() -> None:
         seconds = asyncio.run(open_seconds(large, asked.open_groups))
         say("ledger.open_100k_s", seconds, "s", {"groups": asked.open_groups, "target": "< 5"})
         say("ledger.story_ms", story * 1e3, "ms", {"groups": asked.open_groups})
+        for trained in (asked.trained_groups // 10, asked.trained_groups):
+            long = fresh()
+            found = asyncio.run(reopen(long, write_trained(long, trained), asked.live_groups))
+            detail = {"trained": trained, "live": asked.live_groups, "target": "<= 5"}
+            detail |= {name: round(value, 3) for name, value in found.items()}
+            detail["file_mb"] = round((long / LEDGER_FILE).stat().st_size / 2**20)
+            name = "1m" if trained == asked.trained_groups else "tenth"
+            say(f"ledger.open_{name}_s", found["open_s"], "s", detail)
         waited, whole = step_wait(fresh(), asked.steps)
         detail = {"waited_s": round(waited, 4), "steps_s": round(whole, 2), "steps": asked.steps, "target": "< 1"}
         say("ledger.step_wait_percent", 100 * waited / whole, "%", detail)

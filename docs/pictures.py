@@ -35,14 +35,19 @@ KEPT = (
     *("config.json", "events.jsonl", "index.sqlite", "ledger.sqlite", "metrics.jsonl", "summary.json"),
     "trajectories/*",
 )
+STEP = 12
 PANELS = {
-    "now": "",
-    "curves": "",
-    "batch": "&step=12",
-    "rollouts": "",
-    "untrained": "",
-    "time": "",
+    "now": "panel=now",
+    "curves": "panel=curves",
+    "batch": f"panel=batch&step={STEP}",
+    "rollouts": "panel=rollouts",
+    "rollout": f"panel=rollouts&kind=train&step={STEP}&id=GROUP:0",
+    "siblings": f"panel=rollouts&kind=train&step={STEP}&group=GROUP",
+    "untrained": "panel=untrained",
+    "story": "panel=untrained&group=GROUP",
+    "time": "panel=time",
 }
+"""By the name of the picture; GROUP is one of that step."""
 SIZES = {"": (1280, 900), "-phone": (390, 844)}
 RUN_FILE = '''"""The run of `penstock view --demo`."""
 
@@ -96,7 +101,7 @@ def draw_staleness(run_dir: Path, steps: range) -> None:
         axes.barh(row, leased - drawn, left=drawn - begin, color=f"C{made_by % 10}", height=0.7)
         axes.barh(row, trained - leased, left=leased - begin, color="0.75", height=0.7)
         text = f" step {step}, weights {made_by}: staleness {step - made_by - 1}"
-        axes.text(trained - begin, row, text, va="center", fontsize=7)
+        axes.text(trained - begin, row, text, va="center", fontsize=7, bbox={"facecolor": "white", "lw": 0, "pad": 0.5})
     for kept in read_events(run_dir / EVENTS_FILE):
         if isinstance(kept.event, WeightsPublished) and begin <= kept.time <= end:
             axes.axvline(kept.time - begin, color="0.4", linewidth=0.8, linestyle=":")
@@ -109,17 +114,18 @@ def draw_staleness(run_dir: Path, steps: range) -> None:
     figure.savefig(PICTURES / "staleness.png", dpi=110)
 
 
-def take(browser: Browser, url: str) -> None:
-    shutil.rmtree(PICTURES, ignore_errors=True)
-    PICTURES.mkdir()
+def take(browser: Browser, url: str, group: str) -> None:
+    for theme in ("light", "dark"):
+        for old in PICTURES.glob(f"*-{theme}.png"):
+            old.unlink()
     for size, (width, height) in SIZES.items():
         for theme in ("light", "dark"):
             context = browser.new_context(viewport={"width": width, "height": height})
             page = context.new_page()
             page.goto(url)
             page.evaluate(f"localStorage.setItem('penstock-theme', '{theme}')")
-            for panel, more in PANELS.items():
-                page.goto(f"{url.partition('?')[0]}#run=demo&panel={panel}{more}")
+            for panel, address in PANELS.items():
+                page.goto(f"{url.partition('?')[0]}#run=demo&{address.replace('GROUP', group)}")
                 page.reload()
                 page.wait_for_selector("main section")
                 page.screenshot(path=PICTURES / f"{panel}{size}-{theme}.png")
@@ -138,7 +144,7 @@ def main() -> None:
         thread.start()
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         try:
-            take(browser, server.url)
+            take(browser, server.url, Groups(run_dir).batch(STEP)[0]["group_id"])
             draw_staleness(run_dir, range(11, 14))
         finally:
             browser.close()

@@ -6,8 +6,9 @@ neither torch nor ray.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.lazy import from_modules
 
 __version__ = "0.1.0"
 
@@ -132,22 +133,30 @@ if TYPE_CHECKING:
         Verdict,
         new_rollout,
     )
-    from penstock.trainer import (
-        DistillationConfig,
-        EvalTaskConfig,
-        EvaluatorConfig,
-        JsonlTrackerConfig,
-        MlflowTrackerConfig,
-        OpenTelemetryConfig,
+    from penstock.trainer.config import (
         RLColocateTrainerConfig,
         RLDisaggregatedTrainerConfig,
-        SinkConfig,
+    )
+    from penstock.trainer.distillation import (
+        DistillationConfig,
         TeacherConfig,
+    )
+    from penstock.trainer.evaluator import (
+        EvalTaskConfig,
+        EvaluatorConfig,
+    )
+    from penstock.trainer.services import (
+        MlflowTrackerConfig,
+        OpenTelemetryConfig,
+        TrackioTrackerConfig,
+        WandbTrackerConfig,
+    )
+    from penstock.trainer.trackers import (
+        JsonlTrackerConfig,
+        SinkConfig,
         TensorBoardTrackerConfig,
         Tracker,
         TrackerConfig,
-        TrackioTrackerConfig,
-        WandbTrackerConfig,
     )
 
 _HOMES = {
@@ -271,25 +280,32 @@ _HOMES = {
         "Verdict",
         "new_rollout",
     ],
-    "trainer": [
-        "DistillationConfig",
-        "EvalTaskConfig",
-        "EvaluatorConfig",
-        "JsonlTrackerConfig",
-        "MlflowTrackerConfig",
-        "OpenTelemetryConfig",
+    "trainer.config": [
         "RLColocateTrainerConfig",
         "RLDisaggregatedTrainerConfig",
-        "SinkConfig",
+    ],
+    "trainer.distillation": [
+        "DistillationConfig",
         "TeacherConfig",
-        "TensorBoardTrackerConfig",
-        "Tracker",
-        "TrackerConfig",
+    ],
+    "trainer.evaluator": [
+        "EvalTaskConfig",
+        "EvaluatorConfig",
+    ],
+    "trainer.services": [
+        "MlflowTrackerConfig",
+        "OpenTelemetryConfig",
         "TrackioTrackerConfig",
         "WandbTrackerConfig",
     ],
+    "trainer.trackers": [
+        "JsonlTrackerConfig",
+        "SinkConfig",
+        "TensorBoardTrackerConfig",
+        "Tracker",
+        "TrackerConfig",
+    ],
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "AcceleratorResourcesConfig",
@@ -408,10 +424,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = from_modules(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

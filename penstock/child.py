@@ -107,9 +107,16 @@ class Child:
             self._lines.append(rest.decode(errors="replace"))
 
 
+_RUN_MODULE = (
+    "import sys; sys.flags.safe_path or sys.path.append(sys.path.pop(0)); import runpy; del sys.argv[0]; "
+    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
+"""As `-m` does, but the working directory comes last: a `torch.py` there does not stand in for the library."""
+
+
 def child_command(program: str, python: str, theirs: socket.socket) -> list[str]:
     # -P: what stands beside a program is not for it to import.
-    run = ["-P", program] if program.endswith(".py") else ["-m", program]
+    run = ["-P", program] if program.endswith(".py") else ["-c", _RUN_MODULE, program]
     return [python, *run, str(theirs.fileno()), str(os.getpid())]
 
 

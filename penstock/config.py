@@ -30,8 +30,9 @@ import pydantic_core
 from penstock.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
-"""`auto`: bfloat16 where this machine computes it several times as fast, else float32; decided at every start, so a run
-that is resumed on another machine may go on in the other one."""
+"""`auto`: what this machine computes the model's products fastest in, tried when a run begins, and float32 where
+bfloat16 is not clearly faster, for models without fused passes on a CPU, and in a deterministic run. A run that is
+resumed keeps what it began with, also on another machine."""
 LARGEST = {
     "seed": 2**63 - 1,
     "*memory*": 10**15,
@@ -172,12 +173,12 @@ def _line_in_module(error: BaseException) -> str:
 
 
 def _caller() -> str:
-    """file:line of the constructor call, outside this module and pydantic."""
+    """file:line of the constructor call, or of the `replace` that makes it, outside this module and pydantic."""
     frame = sys._getframe(1)
     while frame.f_back is not None and (
         frame.f_code.co_filename == __file__
         or "pydantic" in frame.f_code.co_filename
-        or frame.f_code.co_name == "__init__"
+        or frame.f_code.co_name in ("__init__", "replace")
     ):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -35,6 +35,18 @@ class RunEnded(Event, frozen=True, kw_only=True):
     """What the run came to, as in `summary.json`."""
 
 
+class ArithmeticChosen(Event, frozen=True, kw_only=True):
+    """What `dtype="auto"` stands for in this run; None for a part that does not say it."""
+
+    train: str | None = None
+    engine: str | None = None
+    cpu: str
+    began_on: str = ""
+    """The CPU on which it was found, of a run that goes on with what it began with."""
+    others_take: dict[str, float] = {}
+    """By part: the time of what was left aside, over that of what was taken; empty where nothing was tried."""
+
+
 class StageBegan(Event, frozen=True, kw_only=True):
     stage: str
     detail: str = ""
@@ -97,6 +109,19 @@ class EngineChanged(Event, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class EngineSeen(Event, frozen=True, kw_only=True):
+    """How an engine does, every few seconds while it is active. Shown as it comes, kept now and then."""
+
+    engine: str
+    model_step: int
+    running: int = 0
+    waiting: int = 0
+    busy: float = 0.0
+    """Share of the time since it was last seen, 0 to 1."""
+    tokens_per_s: float = 0.0
+    cache_use: float = 0.0
+
+
 class ActorLost(Event, frozen=True, kw_only=True):
     """An actor or a train rank died, or does not answer and was killed. What it did is done again, elsewhere or when it
     is back."""
@@ -147,6 +172,7 @@ class Alarm(Event, frozen=True, kw_only=True):
 AnyEvent = (
     RunBegan
     | RunEnded
+    | ArithmeticChosen
     | StageBegan
     | StageEnded
     | TaskProgress
@@ -155,6 +181,7 @@ AnyEvent = (
     | StepGivenBack
     | WeightsPublished
     | EngineChanged
+    | EngineSeen
     | ActorLost
     | ActorRecovered
     | EvaluationDone

@@ -114,6 +114,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """None in a piece of a stream that is not its last."""
     steps: tuple[tuple[int, int], ...]
     """Runs of (model step, number of tokens)."""
+    waited_s: float = 0.0
+    """For a place at an engine, before it was made."""
 
 
 def check_completion(completion: Completion, request: GenerateRequest) -> None:
@@ -139,8 +141,8 @@ def check_completion(completion: Completion, request: GenerateRequest) -> None:
     )
 
 
-def joined(pieces: Sequence[Completion]) -> Completion:
-    """The answer that was streamed in these pieces."""
+def joined(pieces: Sequence[Completion], *, waited_s: float = 0.0) -> Completion:
+    """The answer that was streamed in these pieces, for which somebody waited so long before."""
     steps: list[tuple[int, int]] = []
     for step, count in (run for piece in pieces for run in piece.steps):
         if steps and steps[-1][0] == step:
@@ -152,6 +154,7 @@ def joined(pieces: Sequence[Completion]) -> Completion:
         logprobs=b"".join(piece.logprobs for piece in pieces),
         finish_reason=pieces[-1].finish_reason,
         steps=tuple(steps),
+        waited_s=waited_s + sum([piece.waited_s for piece in pieces]),
     )
 
 
@@ -363,7 +366,19 @@ class TrainOutcome(msgspec.Struct, frozen=True, kw_only=True):
     not computed because it is not trained."""
 
 
-class TrainWorker(Protocol[BatchT]):
+class SavedState(Protocol):
+    """The state of a train worker that can be written: as it is, or as it was when a snapshot was taken."""
+
+    async def save(self, directory: Path) -> None:
+        """Write everything that `load` needs, weights and optimiser, as files into an existing directory."""
+        ...
+
+    async def save_hf(self, directory: Path) -> None:
+        """The weights in Hugging Face format; there as a whole or not at all."""
+        ...
+
+
+class TrainWorker(SavedState, Protocol[BatchT]):
     """Holds the trained weights: a model in this process, or a group of ranks."""
 
     async def train(self, batch: BatchT) -> TrainOutcome:
@@ -378,16 +393,16 @@ class TrainWorker(Protocol[BatchT]):
         """The same of the reference model. Raises RunError where there is none."""
         ...
 
-    async def save(self, directory: Path) -> None:
-        """Write everything that `load` needs, weights and optimiser, as files into an existing directory."""
-        ...
-
     async def load(self, directory: Path) -> None:
         """Go on from what `save` wrote. Raises CheckpointError when it does not fit."""
         ...
 
-    async def save_hf(self, directory: Path) -> None:
-        """The weights in Hugging Face format; there as a whole or not at all."""
+    async def snapshot(self, *, optimizer: bool, export: bool) -> SavedState | None:
+        """The state as it is now, to be written while training goes on: what a checkpoint needs (`optimizer`), what
+        an export needs, or both. What the worker is asked afterwards does not change it.
+
+        None where it can only be written while nothing changes it.
+        """
         ...
 
     @property

@@ -4,7 +4,7 @@ A `RolloutState` is one attempt at one prompt. A group is a plain list of the K 
 Records are msgspec structs: they travel to disk and over sockets as they are, without pickle.
 
     Prompt     what is asked; one object shared by the K rollouts of a group, never changed
-    Tokens     ids, logprobs, loss mask and model steps, one length by construction
+    Tokens     ids, logprobs, loss mask and model steps, one length by construction (`tokens.py`)
     Segment    a run of tokens and the place it goes on from: the prompt, or somewhere in another segment
     Verdict    the reward, with its parts; `Unjudged` when there is none, with the reason
     Failure    why an attempt failed, as data
@@ -16,19 +16,27 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int32]
-FloatArray = npt.NDArray[np.float32]
-MaskArray = npt.NDArray[np.uint8]
-
-UNKNOWN_STEP = -1
-"""The model step of a token whose maker did not say. The replay buffer fills it with that of the attempt's start."""
+from penstock.tokens import NO_TOKENS as NO_TOKENS
+from penstock.tokens import ROOT as ROOT
+from penstock.tokens import UNKNOWN_STEP as UNKNOWN_STEP
+from penstock.tokens import WHOLE as WHOLE
+from penstock.tokens import FloatArray as FloatArray
+from penstock.tokens import IntArray as IntArray
+from penstock.tokens import MaskArray as MaskArray
+from penstock.tokens import Runs as Runs
+from penstock.tokens import Segment as Segment
+from penstock.tokens import Tokens as Tokens
+from penstock.tokens import join_runs
+from penstock.tokens import linear as linear
+from penstock.tokens import pack_ids as pack_ids
+from penstock.tokens import pack_logprobs as pack_logprobs
+from penstock.tokens import unpack_ids as unpack_ids
 
 
 class Status(enum.StrEnum):
@@ -207,102 +215,6 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     extra_info: Mapping[str, Any] = {}
 
 
-class Tokens(msgspec.Struct, frozen=True, gc=False):
-    """An answer's tokens. Four columns that always have one length; `append` is the only way to grow.
-
-    Packed (int32, float32, uint8) because a run holds millions: 9 bytes a token and a few per run of one model step.
-    """
-
-    ids: bytes = b""
-    logprobs: bytes = b""
-    mask: bytes = b""
-    steps: tuple[tuple[int, int], ...] = ()
-    """Runs of (model step, number of tokens)."""
-
-    def __post_init__(self) -> None:
-        n = len(self.mask)
-        if len(self.ids) != 4 * n or len(self.logprobs) != 4 * n or sum(run[1] for run in self.steps) != n:
-            raise ValueError(
-                f"answer columns differ in length: {len(self.ids) // 4} ids, {len(self.logprobs) // 4} logprobs, "
-                f"{n} mask, {sum(run[1] for run in self.steps)} model steps; they must be equal"
-            )
-
-    def __len__(self) -> int:
-        return len(self.mask)
-
-    @property
-    def model_steps(self) -> IntArray:
-        """The model step that made each token."""
-        steps, counts = [step for step, _ in self.steps], [n for _, n in self.steps]
-        return np.repeat(np.asarray(steps, dtype=np.int32), counts)
-
-    def append(
-        self,
-        ids: Sequence[int] | IntArray | bytes,
-        logprobs: Sequence[float] | FloatArray | bytes | None = None,
-        *,
-        model_step: int = UNKNOWN_STEP,
-        steps: Iterable[tuple[int, int]] | None = None,
-        trained: bool = True,
-    ) -> Tokens:
-        """These tokens and more. Without logprobs they are 0 and the tokens must not be trained (tool text)."""
-        packed = pack_ids(ids)
-        n = len(packed) // 4
-        if logprobs is None:
-            if trained:
-                raise ValueError("tokens without logprobs cannot be trained; pass trained=False for tool text")
-            packed_logprobs = bytes(4 * n)
-        else:
-            packed_logprobs = pack_logprobs(logprobs)
-        runs = ((model_step, n),) if steps is None else tuple(steps)
-        return Tokens(
-            self.ids + packed,
-            self.logprobs + packed_logprobs,
-            self.mask + (b"\x01" if trained else b"\x00") * n,
-            _join_runs(self.steps, runs),
-        )
-
-    def with_unknown_steps(self, model_step: int) -> Tokens:
-        """The same tokens, those of unknown origin ascribed to `model_step`."""
-        if all(step != UNKNOWN_STEP for step, _ in self.steps):
-            return self
-        runs = tuple((model_step if step == UNKNOWN_STEP else step, n) for step, n in self.steps)
-        return Tokens(self.ids, self.logprobs, self.mask, _join_runs((), runs))
-
-
-NO_TOKENS = Tokens()
-
-
-ROOT = -1
-"""The parent of a segment that goes on from the prompt."""
-
-WHOLE = -1
-"""The start of a segment that goes on from the whole prompt."""
-
-
-class Segment(msgspec.Struct, frozen=True, gc=False):
-    """A run of tokens after a context. A rollout's segments form a tree whose root is the prompt.
-
-    A conversation that only grows is one segment. One that was edited, branched or compacted has several; each names
-    where it begins, so nothing is stored twice and every sampled token is trained once.
-    """
-
-    tokens: Tokens = NO_TOKENS
-    parent: int = ROOT
-    """Which earlier segment of the rollout it goes on from; ROOT is the prompt."""
-    start: int = WHOLE
-    """How many tokens of its parent come before it; WHOLE for all of the prompt."""
-
-    def __post_init__(self) -> None:
-        if self.parent < ROOT or self.start < WHOLE or (self.parent != ROOT and self.start == WHOLE):
-            raise ValueError(f"a segment cannot begin at token {self.start} of segment {self.parent}")
-
-
-def linear(tokens: Tokens) -> tuple[Segment, ...]:
-    """The segments of an answer that goes on from the prompt and never branched: nearly all are."""
-    return (Segment(tokens),) if tokens.mask else ()
-
-
 class Turn(msgspec.Struct, frozen=True, gc=False):
     """One recorded call of an agent loop: a generation or a tool's answer. A loop played again reads it back."""
 
@@ -347,6 +259,8 @@ class RolloutState(msgspec.Struct, kw_only=True, gc=False):
     group_generate_time_s: float = 0.0
     """Wall time of the attempt that finished the group, judging included."""
     error: Failure | None = None
+    played: bytes = b""
+    """When it was generated, judged, and so on: `penstock.played` reads it."""
 
     @property
     def prompt_ids(self) -> IntArray:
@@ -378,7 +292,7 @@ class RolloutState(msgspec.Struct, kw_only=True, gc=False):
 
     @response.setter
     def response(self, tokens: Tokens) -> None:
-        self.segments = linear(tokens)
+        self.segments = (Segment(tokens),) if tokens.mask else ()
 
     @property
     def num_tokens(self) -> int:
@@ -387,12 +301,12 @@ class RolloutState(msgspec.Struct, kw_only=True, gc=False):
         return len(segments[0].tokens.mask) if len(segments) == 1 else sum([len(s.tokens.mask) for s in segments])
 
     @property
-    def steps(self) -> tuple[tuple[int, int], ...]:
+    def steps(self) -> Runs:
         """Runs of (model step, number of tokens), over all segments."""
         segments = self.segments
         if len(segments) == 1:
             return segments[0].tokens.steps
-        return _join_runs((), tuple(run for segment in segments for run in segment.tokens.steps))
+        return join_runs((), tuple(run for segment in segments for run in segment.tokens.steps))
 
     def context_ids(self, index: int) -> bytes:
         """Everything before a segment, from the prompt on, packed int32."""
@@ -454,6 +368,7 @@ def new_rollout(
 
 
 _WORST_FIRST = (Status.FAILED, Status.MAX_TRIES, Status.ABORTED, Status.EXPIRED, Status.FILTERED)
+_COMPLETED = Status.COMPLETED
 
 
 def get_group_status(group: Sequence[RolloutState]) -> Status:
@@ -461,9 +376,9 @@ def get_group_status(group: Sequence[RolloutState]) -> Status:
 
     Raises ValueError for an empty group and for one that still has an INIT rollout: those have no status.
     """
-    statuses = {rollout.status for rollout in group}
-    if statuses == {Status.COMPLETED}:
-        return Status.COMPLETED
+    statuses = [rollout.status for rollout in group]
+    if statuses.count(_COMPLETED) == len(statuses) > 0:
+        return _COMPLETED
     if not statuses:
         raise ValueError("an empty group has no status")
     if Status.INIT in statuses:
@@ -474,7 +389,12 @@ def get_group_status(group: Sequence[RolloutState]) -> Status:
 
 def count_tokens(group: Sequence[RolloutState]) -> int:
     """Of all answers of a group."""
-    return sum([rollout.num_tokens for rollout in group])
+    return sum([len(segment.tokens.mask) for rollout in group for segment in rollout.segments])
+
+
+def made_by(group: Sequence[RolloutState]) -> set[int]:
+    """The model steps of all tokens of a group: nearly always one."""
+    return {run[0] for rollout in group for segment in rollout.segments for run in segment.tokens.steps}
 
 
 def reset_rollout_response(rollout: RolloutState) -> None:
@@ -485,39 +405,12 @@ def reset_rollout_response(rollout: RolloutState) -> None:
     rollout.finish_reason = None
     rollout.reward = None
     rollout.error = None
+    rollout.played = b""
 
 
 def fill_model_steps(rollout: RolloutState, model_step: int) -> None:
     """Ascribe tokens of unknown origin to `model_step`: the one at which the attempt started."""
-    steps = rollout.steps
-    if len(steps) == 1 and steps[0][0] != UNKNOWN_STEP:  # nearly all are
-        return
     rollout.segments = tuple(
         Segment(segment.tokens.with_unknown_steps(model_step), segment.parent, segment.start)
         for segment in rollout.segments
     )
-
-
-def pack_ids(ids: Sequence[int] | IntArray | bytes) -> bytes:
-    return ids if isinstance(ids, bytes) else np.asarray(ids, dtype=np.int32).tobytes()
-
-
-def unpack_ids(packed: bytes) -> IntArray:
-    return np.frombuffer(packed, dtype=np.int32)
-
-
-def pack_logprobs(logprobs: Sequence[float] | FloatArray | bytes) -> bytes:
-    return logprobs if isinstance(logprobs, bytes) else np.asarray(logprobs, dtype=np.float32).tobytes()
-
-
-def _join_runs(head: tuple[tuple[int, int], ...], tail: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """Concatenate runs; neighbours of one model step become one, empty ones vanish."""
-    joined: list[tuple[int, int]] = []
-    for step, n in (*head, *tail):
-        if n == 0:
-            continue
-        if joined and joined[-1][0] == step:
-            joined[-1] = (step, joined[-1][1] + n)
-        else:
-            joined.append((step, n))
-    return tuple(joined)

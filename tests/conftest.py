@@ -1,38 +1,60 @@
 """How the tests run, whatever they test.
 
 Property tests try the same examples every time: a failure is a change, never a coincidence. What is marked `sized` runs
-in every tier, at its full size with `--full`; what is marked `long_tier` runs only there (`make test-long`).
+in three sizes: small in `make test`, long in `make test-long`, full in `make soak`; what is marked `long_tier` runs in
+the second alone.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import find, settings
 from hypothesis import strategies as st
 
+SIZES = ("small", "long", "full")
+
 settings.register_profile("same", derandomize=True, database=None)
 settings.load_profile("same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="sized tests at their full size")
+    parser.addoption("--size", choices=SIZES, default=SIZES[0], help="of the tests that are marked sized")
 
 
 @pytest.fixture(scope="session")
-def full_size(request: pytest.FixtureRequest) -> bool:
-    return bool(request.config.getoption("--full"))
+def size(request: pytest.FixtureRequest) -> Callable[[int, int, int], int]:
+    """How much a sized test does: `size(small, long, full)`."""
+    chosen = SIZES.index(request.config.getoption("--size"))
+    return lambda small, long, full: (small, long, full)[chosen]
 
 
 @pytest.fixture(scope="session")
 def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all test processes of a session, so that the tiny model is made once."""
+    """One for all processes of a session, so that a small model is made once. Commands find it in PENSTOCK_HOME, its
+    parent."""
     base = tmp_path_factory.getbasetemp()
-    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "penstock-models"
-    directory.mkdir(exist_ok=True)
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "penstock" / "models"
+    directory.mkdir(parents=True, exist_ok=True)
     return directory
+
+
+@pytest.fixture(scope="session")
+def make_known(model_cache: Path) -> Callable[[str], Path]:
+    """A small model by its name: made by the first process that wants it, while the others wait."""
+
+    def make(name: str) -> Path:
+        from penstock.models import resolve_model
+
+        with (model_cache / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return resolve_model(name, cache=model_cache)
+
+    return make
 
 
 @pytest.fixture(scope="session", autouse=True)

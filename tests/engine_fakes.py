@@ -9,7 +9,7 @@ from typing import Any
 from penstock.engine import RolloutControllerConfig
 from penstock.engine.controller import RolloutController
 from penstock.errors import DataFailure, InfrastructureFailure, WeightSyncError
-from penstock.events import EngineChanged, Event
+from penstock.events import EngineChanged, EngineSeen, Event
 from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, OnPause
 from penstock.rollout import FailureReason, FinishReason, SampleParams, pack_ids, pack_logprobs
 from penstock.testing.clock import run_virtual
@@ -22,6 +22,8 @@ class Kept:
 
     def __init__(self, checksum: str = "c0ffee") -> None:
         self.checksum = checksum
+        self.lost: Exception | None = None
+        """Why they cannot be read any more."""
 
     def tensors(self) -> Any:
         return iter(())
@@ -49,6 +51,7 @@ class FakeEngine:
         self.paused = False
         self.asleep = False
         self.state = "recovering"
+        self.seen: EngineSeen | None = None
         """What the controller said of it last."""
         self.served: list[str] = []
         self.most_running = 0
@@ -133,6 +136,8 @@ class FakeEngine:
         await self._obey()
         await asyncio.sleep(0.1)
         self._alive()
+        if (lost := getattr(source, "lost", None)) is not None:
+            raise lost
         if self.refuses == "weights":
             raise WeightSyncError("shapes do not fit, the old ones are kept")
         if self.refuses == "hang":
@@ -211,6 +216,8 @@ class Reporter:
         if isinstance(event, EngineChanged):
             assert event.reason
             self._engines[event.engine].state = event.state
+        elif isinstance(event, EngineSeen):
+            self._engines[event.engine].seen = event
 
 
 def states(engines: dict[str, Any]) -> set[str]:

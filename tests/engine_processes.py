@@ -40,3 +40,16 @@ def is_gone(pid: int) -> bool:
 def kill(engine: ProcessEngine) -> None:
     assert engine.pid is not None
     os.kill(engine.pid, signal.SIGKILL)
+
+
+def engines_of(trainer: int) -> list[int]:
+    """The processes of the engines that this trainer started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes()
+        except OSError:  # it ended meanwhile
+            continue
+        if b"penstock.engine.server" in command and command.endswith(f"{trainer}\0".encode()):
+            found.append(int(path.parent.name))
+    return found

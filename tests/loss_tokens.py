@@ -23,6 +23,7 @@ def make_tokens(
     engine: Array | None = None,
     reference: Array | None = None,
     proximal: Array | None = None,
+    entropy: Array | None = None,
     on_policy: bool = False,
 ) -> LossTokens:
     """In float64; the engine's logprobs are the old ones unless they are given."""
@@ -41,6 +42,7 @@ def make_tokens(
         whole_answers=True,
         proximal_logprobs=None if proximal is None else column(proximal),
         reference_logprobs=None if reference is None else column(reference),
+        entropy=None if entropy is None else column(entropy),
     )
 
 

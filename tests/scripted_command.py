@@ -14,9 +14,11 @@ from types import SimpleNamespace
 import pydantic
 
 from penstock.config import Config
-from penstock.errors import DatasetError, RunError
+from penstock.errors import DatasetError, RunError, StateLost
 from penstock.events import Note, RunBegan
+from penstock.learn.config import RanksConfig
 from penstock.rollout import SampleParams
+from penstock.trainer.signals import Stop, stopped_by_signals
 
 
 class PartConfig(Config):
@@ -29,8 +31,13 @@ class PartConfig(Config):
             yield "name is 'bad'; it must be good"
 
 
+class TrainConfig(Config):
+    ranks: RanksConfig = RanksConfig()
+
+
 class TrainerConfig(Config):
     model: str = "tiny"
+    train: TrainConfig = TrainConfig()
     part: PartConfig = PartConfig()
     parts: list[PartConfig] = [PartConfig(), PartConfig()]
     ending: str = "done"
@@ -56,20 +63,37 @@ class TrainerConfig(Config):
 class Trainer:
     def __init__(self, config, run_dir, observers, resume):
         self.config, self.run_dir, self.observers, self.resume = config, run_dir, observers, resume
+        self.stop = Stop()
+
+    @property
+    def told_to_end(self):
+        return self.stop.requested
 
     def fit(self):
+        if self.config.ending.startswith("early SIG"):
+            signal.raise_signal(getattr(signal, self.config.ending.removeprefix("early ")))
         if self.config.ending == "run error":
             raise RunError("no engine is left")
         if self.config.ending == "interrupt":
             raise KeyboardInterrupt
         if self.config.ending == "second interrupt":
             raise asyncio.CancelledError
+        if self.config.ending.startswith("lost") and self.resume == [None]:
+            (self.run_dir / "checkpoints").mkdir(parents=True)
+            (self.run_dir / "checkpoints" / "latest").write_text("step-3")
+            asyncio.run(self.lose())
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.observers.notice(RunBegan(run_name="mine", model=self.config.model, total_steps=1))
         (self.run_dir / "lr").write_text(str(self.config.part.lr))
         (self.run_dir / "resume").write_text(str(self.resume))
         self.observers.notice(Note(text=f"trained {self.config.model}"))
         return SimpleNamespace(interrupted=self.config.ending == "cut short")
+
+    async def lose(self):
+        with stopped_by_signals(self.stop, self.observers):
+            if self.config.ending == "lost after a signal":
+                signal.raise_signal(signal.SIGTERM)
+            raise StateLost("the weights are lost")
 
 
 trainer = TrainerConfig()

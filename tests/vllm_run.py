@@ -12,7 +12,7 @@ CONFIG = """
     from penstock.learn import KLConfig, LoRAConfig, TrainWorkerConfig
     from penstock.produce import AgentLoopManagerConfig, AsyncProduceStrategyConfig, TaskSpecConfig
     from penstock.rollout import SampleParams
-    from penstock.trainer import RLDisaggregatedTrainerConfig
+    from penstock.trainer.config import RLDisaggregatedTrainerConfig
 
     def vowels(response, label, extra_info):
         return sum(letter in "aeiou" for letter in response) / 10

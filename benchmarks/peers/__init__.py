@@ -179,6 +179,17 @@ def take_turns(
         yield {name: contestants[name].ask(request) for name in order}
 
 
+@contextlib.contextmanager
+def busy_process() -> Iterator[None]:
+    """One core's worth of other work, for as long as this lasts."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 def report(figure: str, value: float, unit: str = "x", **detail: Any) -> None:
     print(json.dumps({"figure": figure, "value": round(value, 4), "unit": unit, "detail": detail}), flush=True)
 

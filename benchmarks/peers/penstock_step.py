@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections.abc import Mapping
 
 import serve
@@ -23,7 +24,7 @@ from penstock.learn import KLConfig, LoRAConfig, TrainWorkerConfig  # noqa: E402
 from penstock.learn.batch import TrainAnswer, TrainBatch, TrainGroup, TrainSegment  # noqa: E402
 from penstock.produce import AgentLoopManagerConfig, TaskSpecConfig  # noqa: E402
 from penstock.rollout import ROOT, SampleParams  # noqa: E402
-from penstock.trainer import RLColocateTrainerConfig  # noqa: E402
+from penstock.trainer.config import RLColocateTrainerConfig  # noqa: E402
 from penstock.trainer.display import PlainDisplay  # noqa: E402
 from penstock.trainer.observers import Observers  # noqa: E402
 
@@ -53,12 +54,18 @@ class OneStepPerRequest(PlainDisplay):
             stages={name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")},
             answer_tokens=round(metrics["length/mean"] * answers),
             reward=metrics["reward/mean"],
+            equal_group_share=metrics["reward/equal_group_share"],
         )
         self._wait()
 
     def _wait(self) -> None:
         serve.next_line()
         self._started = time.perf_counter()
+
+
+async def differs(response: str, label: str, extra_info: Mapping[str, object]) -> float:
+    """A reward with which no group's answers are all as good, so that none is left out of the backward pass."""
+    return zlib.crc32(response.encode()) / 2**32
 
 
 def make_config() -> RLColocateTrainerConfig:
@@ -68,7 +75,7 @@ def make_config() -> RLColocateTrainerConfig:
             dataset=AdditionConfig(**job["dataset"]), prompt_repeat_k=job["group_size"], shuffle=False
         ),
         agent_loop_config=SingleTurnAgentLoopConfig(sample_params=SampleParams(max_tokens=job["max_tokens"])),
-        judger_config=getattr(rewards, job["reward"]),
+        judger_config=differs if job["reward"] == "differs" else getattr(rewards, job["reward"]),
     )
     return RLColocateTrainerConfig(
         model=job["model"],
@@ -105,7 +112,9 @@ def scoring_batch(prompts: list[list[int]], answers: list[list[int]]) -> TrainBa
 def main() -> None:
     trainer = make_config().build(run_dir=job["scratch"], observers=Observers(display=OneStepPerRequest()))
     scores = asyncio.run(trainer.parts.worker.score(scoring_batch(*job["score"])))
-    serve.answer(scores=[segment.tolist() for [segment] in scores.values()])
+    serve.answer(
+        scores=[segment.tolist() for [segment] in scores.values()], dtype=trainer.parts.arithmetic.train or job["dtype"]
+    )
     trainer.fit()
 
 

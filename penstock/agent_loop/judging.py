@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable
 
 from penstock.agent_loop.deadline import Clock
 from penstock.errors import Interrupted, RolloutFailure, RunError
+from penstock.played import JUDGED, with_span
 from penstock.rollout import Failure, FailureReason, Group, RolloutState, Status, Unjudged, Verdict
 
 
@@ -26,6 +28,8 @@ async def judge_within(
 
     Raises RunError, RolloutFailure and Interrupted as they come; anything else leaves the rollouts unjudged.
     """
+    now = asyncio.get_running_loop().time
+    began = now()
     clock.start(timeout_s)
     try:
         await judge()
@@ -44,7 +48,9 @@ async def judge_within(
     if clock.expired:
         fail_unjudged(rollouts, f"judging took longer than {timeout_s:g} s")
         return
+    seconds = now() - began
     for rollout in rollouts:
+        rollout.played = with_span(rollout.played, JUDGED, seconds)
         _require_score(rollout, needs_score)
         if rollout.status is not Status.FAILED:
             rollout.status = Status.COMPLETED

@@ -31,6 +31,9 @@ Message = Mapping[str, Any]
 _MARK = "zqanswerzq"
 """Letters only: no template strips, escapes or splits it."""
 
+_WORDS = frozenset({"role", "content"})
+"""The fields of an answer without calls."""
+
 APPENDS = ("tool", "user", "system")
 """What a conversation may go on with."""
 
@@ -61,17 +64,32 @@ def ids_after(
     from there.
     """
     closing, going_on = _after_the_answer(tokenizer, history, new, tools)
-    if not going_on.startswith(closing):
-        raise _refused(f"it ends an answer with {closing!r}, and with {going_on[:40]!r} when something follows")
+    return _appended(tokenizer, _closed(tokenizer, closing), going_on, ended=last_id in tokenizer.stop_ids)
+
+
+class _Closing(NamedTuple):
+    """What the template writes after an answer that nothing follows."""
+
+    text: str
+    num_ends: int
+    """Tokens of it that end a turn."""
+
+
+def _closed(tokenizer: Tokenizer, text: str) -> _Closing:
+    return _Closing(text, sum(token in tokenizer.stop_ids for token in tokenizer.encode(text)))
+
+
+def _appended(tokenizer: Tokenizer, closing: _Closing, going_on: str, *, ended: bool) -> list[int]:
+    """The ids after the recorded ones; `ended`: those have the end of the turn."""
+    if not going_on.startswith(closing.text):
+        raise _refused(f"it ends an answer with {closing.text!r}, and with {going_on[:40]!r} when something follows")
     stops = tokenizer.stop_ids
-    ended = last_id in stops
-    num_ends = sum(token in stops for token in tokenizer.encode(closing))
-    if num_ends == 0:
+    if closing.num_ends == 0:
         # No end of turn: the next message's first token is it, and the model may have written that.
-        ids = tokenizer.encode(going_on[len(closing) :])
+        ids = tokenizer.encode(going_on[len(closing.text) :])
         return ids[1:] if ended and ids and ids[0] in stops else ids
     ids = tokenizer.encode(going_on)
-    end = [place for place, token in enumerate(ids) if token in stops][num_ends - 1]
+    end = [place for place, token in enumerate(ids) if token in stops][closing.num_ends - 1]
     return ids[end + 1 :] if ended else ids[end:]
 
 
@@ -86,13 +104,16 @@ class Seams:
     """`ids_after` at a cost that does not grow with the conversation.
 
     What stands before the last answer does not matter, unless a template says otherwise: so a question stands for all
-    of it. That is tried once for each kind of seam, and kept to only where both give the same ids.
+    of it. That is tried once for each kind of seam, and kept to only where both give the same ids. What closes an
+    answer without calls is then the same every time, and rendered once.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._short: dict[tuple[object, ...], bool] = {}
         """By kind of seam, whether the short history gave the ids of the whole one."""
+        self._closings: dict[tuple[object, ...], tuple[Sequence[Message], _Closing]] = {}
+        """By kind of seam, what closes an answer of words under these tools."""
 
     def ids_after(
         self,
@@ -104,9 +125,12 @@ class Seams:
     ) -> list[int]:
         """As the function of this name."""
         calls = len(history[-1].get("tool_calls") or ())
-        kind = (calls, bool(tools), last_id in self._tokenizer.stop_ids, *(message["role"] for message in new))
+        ended = last_id in self._tokenizer.stop_ids
+        kind = (calls, bool(tools), ended, *(message["role"] for message in new))
         stands_for_all = [{"role": "user", "content": "A question."}, history[-1]]
         if self._short.get(kind):
+            if history[-1].keys() == _WORDS and not any(message.get("tool_calls") for message in new):
+                return self._after_words(kind, stands_for_all, new, tools, ended=ended)
             return ids_after(self._tokenizer, stands_for_all, new, tools, last_id=last_id)
         ids = ids_after(self._tokenizer, history, new, tools, last_id=last_id)
         if kind not in self._short and len(history) > len(stands_for_all):
@@ -116,6 +140,30 @@ class Seams:
                 short = []
             self._short[kind] = short == ids
         return ids
+
+    def _after_words(
+        self,
+        kind: tuple[object, ...],
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[Message],
+        *,
+        ended: bool,
+    ) -> list[int]:
+        known = self._closings.get(kind)
+        if known is not None and known[0] == tools:
+            mark = _mark_beside(new)
+            marked = map(_as_objects, [*history[:-1], *_stand_ins(history[-1], mark), *new])
+            try:
+                written = self._tokenizer.render_text([*marked], tools)
+            except Exception as error:  # a template may raise anything
+                raise _refused(error) from None
+            if mark in written:
+                return _appended(self._tokenizer, known[1], written.rpartition(mark)[2], ended=ended)
+        text, going_on = _after_the_answer(self._tokenizer, history, new, tools)
+        closing = _closed(self._tokenizer, text)
+        self._closings[kind] = (tools, closing)
+        return _appended(self._tokenizer, closing, going_on, ended=ended)
 
 
 class TemplateProblem(NamedTuple):
@@ -196,14 +244,20 @@ def _after_the_answer(
 ) -> tuple[str, str]:
     """What the template writes after the last answer when nothing follows, and when `new` does."""
     *earlier, answer = history
-    mark = _MARK
-    while mark in repr(new):
-        mark += "q"
+    mark = _mark_beside(new)
     for stand_in in _stand_ins(answer, mark):
         before, after = _rendered(tokenizer, [*earlier, stand_in], new, tools)
         if mark in before and mark in after:
             return before.rpartition(mark)[2], after.rpartition(mark)[2]
     raise _refused("it does not write the assistant's answers")
+
+
+def _mark_beside(new: Sequence[Message]) -> str:
+    """One that the new messages do not contain."""
+    mark, said = _MARK, repr(new)
+    while mark in said:
+        mark += "q"
+    return mark
 
 
 def _stand_ins(answer: Message, mark: str) -> Iterator[dict[str, Any]]:

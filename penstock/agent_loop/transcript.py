@@ -23,6 +23,7 @@ from penstock.agent_loop.record import GENERATE, MESSAGE, TOOL, Record, last_tok
 from penstock.agent_loop.rendering import ids_after
 from penstock.agent_loop.stops import resolve_stops
 from penstock.errors import DataFailure, Interrupted
+from penstock.played import AT_TOOL, GENERATED, QUEUED, with_span
 from penstock.ports import Completion, FinishedTurn
 from penstock.rollout import (
     NO_TOKENS,
@@ -76,6 +77,7 @@ class Transcript:
         self.interrupted = False
         """A pause cut off an answer of this playing, whatever the loop makes of it: its further calls are refused."""
         self._asked = asked
+        self._now = asyncio.get_running_loop().time
         self._current = 0
         self._num_segments = 1
         """Segments that this playing has asked for; the record may have more."""
@@ -355,12 +357,17 @@ class Transcript:
         request = self._asked.request(self.rollout, segment, params, ids=self.record.tokens(segment).ids, begun=begun)
         self._requests[segment] = request.request_id
         self.clock.hold()
+        began = self._now()
         try:
             completion = await self._asked.answer(request, on_piece)
         finally:
             del self._requests[segment]
             self.clock.release()
         self._require_played()
+        seconds = self._now() - began
+        waited_s = min(completion.waited_s, seconds)
+        spans = with_span(self.rollout.played, QUEUED, waited_s, ago_s=seconds - waited_s)
+        self.rollout.played = with_span(spans, GENERATED, seconds - waited_s)
         return completion
 
     async def _call(self, tool: Callable[[], Awaitable[str]], timeout_s: float) -> str:
@@ -377,11 +384,13 @@ class Transcript:
 
     async def _while_tool(self, answer: Awaitable[T]) -> T:
         self._tools += 1
+        began = self._now()
         try:
             answered = await answer
         finally:
             self._tools -= 1
         self._require_played()
+        self.rollout.played = with_span(self.rollout.played, AT_TOOL, self._now() - began)
         return answered
 
     def _decoded(self, segment: int, num_tokens: int, stop: tuple[str, ...]) -> str:

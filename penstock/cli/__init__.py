@@ -14,6 +14,13 @@ checked before torch is imported, so that a typo costs a second. The environment
 PENSTOCK_HOME moves the model cache.
 """
 
-from penstock.cli.main import main
+from __future__ import annotations
 
-__all__ = ["main"]
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    from penstock.cli.commands import run  # not before: `__main__.py` first says where modules are found
+
+    return run(arguments)

@@ -31,9 +31,15 @@ def make_observers() -> Observers:
     return Observers(display=make_display(sys.stdout is not None and sys.stdout.isatty()))
 
 
+class Ending:
+    """What is said when a signal ends the command."""
+
+    said = "while loading; nothing was trained"
+
+
 @contextlib.contextmanager
-def loading(name: str, observers: Observers) -> Iterator[None]:
-    """What goes on is said, and a signal ends it with a word: nothing was trained yet."""
+def loading(name: str, observers: Observers) -> Iterator[Ending]:
+    """What goes on is said, and a signal ends it with a word."""
     # Bars of other libraries would tear the picture; the display says what goes on.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from penstock.events import Note, StageBegan
@@ -41,7 +47,7 @@ def loading(name: str, observers: Observers) -> Iterator[None]:
 
     if name in KNOWN_MODELS and find_cached(name) is None:
         observers.notice(Note(text=f"making the model {name} ready, this once: {KNOWN_MODELS[name]}"))
-    observers.notice(StageBegan(stage="load", detail="libraries"))
+    observers.notice(StageBegan(stage="load", detail=f"{name}, libraries first"))
 
     def stopped(number: int, frame: object) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)
@@ -50,10 +56,11 @@ def loading(name: str, observers: Observers) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         numbers = []
     before = {number: signal.signal(number, stopped) for number in numbers}
+    ending = Ending()
     try:
-        yield
+        yield ending
     except KeyboardInterrupt as interrupt:
-        print(f"penstock: {interrupt or 'interrupted'} while loading; nothing was trained", file=sys.stderr)
+        print(f"penstock: {str(interrupt) or 'interrupted'} {ending.said}", file=sys.stderr)
         raise
     finally:
         for number, handler in before.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import signal
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from penstock.cli.loading import loading, make_observers, use_model_cache
 from penstock.cli.output import say
 from penstock.errors import ConfigError
+from penstock.garbage import keep_what_is_loaded
 
 DEFAULT_PORT = 8000
 
@@ -41,12 +43,17 @@ def serve(options: argparse.Namespace) -> None:
     name = model_of(options.model)
     use_model_cache()
     observers = make_observers()
-    try:
-        with loading(name, observers):
+    with loading(name, observers) as ending:
+        try:
             server, engine = _build(options, name)
-    finally:
-        observers.close()
-    asyncio.run(_serve(server, engine, options))
+            keep_what_is_loaded()
+        finally:
+            observers.close()
+        ending.said = "before it served"
+        try:
+            asyncio.run(_serve(server, engine, options))
+        finally:
+            gc.unfreeze()
 
 
 def model_of(given: str) -> str:

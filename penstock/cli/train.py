@@ -6,8 +6,9 @@ import argparse
 import contextlib
 import gc
 import shlex
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.command_file import CommandFile, joined, remembered_settings
 from penstock.cli.config_file import add_config, load_config
@@ -16,7 +17,15 @@ from penstock.cli.output import say
 from penstock.cli.plot import require_matplotlib
 from penstock.cli.run_directory import given_directory, is_taken, newest, next_free
 from penstock.cli.site import add_address, check_address, open_site
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, EngineUnavailable, StateLost
+from penstock.garbage import keep_what_is_loaded
+
+if TYPE_CHECKING:
+    from penstock.trainer.signals import Stop
+
+ROOM_S = 300.0
+"""How long a run that lost a node waits for room."""
+LOOK_FOR_ROOM_S = 2.0
 
 
 def add_to(commands: Any) -> None:
@@ -66,33 +75,9 @@ def train(options: argparse.Namespace) -> int:
     config = load_config(options.config, settings)
     check_address(options, config)
     use_model_cache()
-    observers = make_observers()
-    try:
-        trainer: Any = config
-        with contextlib.ExitStack() as stack:
-            with loading(trainer.model, observers):
-                site = stack.enter_context(open_site(options, observers))
-                built = trainer.build(
-                    run_dir=run_dir,
-                    observers=observers,
-                    resume=options.resume,
-                    allow_change=options.allow_change,
-                    profile=options.profile,
-                    site=site,
-                )
-                observers.add("command.json", CommandFile(run_dir, options.config, settings))
-                # What was loaded stays. To look through it for garbage would stop everything for 0.2 s each time.
-                gc.collect()
-                gc.freeze()
-            summary = built.fit()
-    finally:
-        gc.unfreeze()
-        observers.close()
+    summary = _fit_through_losses(options, config, settings, run_dir)
     if summary.interrupted:
-        place = f" --address {shlex.quote(options.address)}" if options.address is not None else ""
-        place += " --trusted-network" if options.trusted_network else ""
-        name, directory = shlex.quote(options.config), shlex.quote(str(run_dir))
-        say(f"Resume with: penstock train {name}{place} --run-dir {directory} --resume")
+        _say_how_to_resume(options, run_dir)
         return 0
     if options.curve:
         from penstock.view.plot import draw_curves
@@ -101,6 +86,72 @@ def train(options: argparse.Namespace) -> int:
         say(f"The curves: {run_dir / 'curve.png'}")
     say(f"Look at it with: penstock view {shlex.quote(str(run_dir))}")
     return 0
+
+
+def _fit_through_losses(options: argparse.Namespace, config: Any, settings: list[str], run_dir: Path) -> Any:
+    """What only `--resume` helps against is resumed here, as often as ranks may be lost, without a checkpoint between.
+
+    A node that goes may take the newest weights with it, or all engines and what they served. A run that was told to
+    end before that is not resumed.
+    """
+    from penstock.trainer.signals import Stop
+
+    losses = (StateLost,) if options.address is None else (StateLost, EngineUnavailable)
+    resume, lost, came_to, room_by, stop = options.resume, 0, "", 0.0, Stop()
+    while True:
+        try:
+            return _fit(options, config, settings, run_dir, resume, stop)
+        except ConfigError:
+            # It was accepted before: what is missing is room, and the node may come back.
+            if not lost or time.monotonic() > room_by:
+                raise
+            time.sleep(LOOK_FOR_ROOM_S)
+        except losses as error:
+            latest = run_dir / "checkpoints" / "latest"
+            reached = latest.read_text() if latest.exists() else ""
+            lost, came_to = lost + 1 if reached == came_to else 1, reached
+            if stop.requested and reached:
+                _say_how_to_resume(options, run_dir)
+            if stop.requested or not reached or lost > config.train.ranks.max_restarts:
+                raise
+            say(f"{type(error).__name__}: {error}\nThe run goes on by itself from its newest checkpoint.")
+            resume, room_by = "newest", time.monotonic() + ROOM_S
+
+
+def _say_how_to_resume(options: argparse.Namespace, run_dir: Path) -> None:
+    place = f" --address {shlex.quote(options.address)}" if options.address is not None else ""
+    place += " --trusted-network" if options.trusted_network else ""
+    name, directory = shlex.quote(options.config), shlex.quote(str(run_dir))
+    say(f"Resume with: penstock train {name}{place} --run-dir {directory} --resume")
+
+
+def _fit(
+    options: argparse.Namespace, config: Any, settings: list[str], run_dir: Path, resume: str | None, stop: Stop
+) -> Any:
+    observers = make_observers()
+    try:
+        with contextlib.ExitStack() as stack:
+            ending = stack.enter_context(loading(config.model, observers))
+            site = stack.enter_context(open_site(options, observers))
+            built = config.build(
+                run_dir=run_dir,
+                observers=observers,
+                resume=resume,
+                allow_change=options.allow_change,
+                profile=options.profile,
+                site=site,
+            )
+            observers.add("command.json", CommandFile(run_dir, options.config, settings))
+            keep_what_is_loaded()
+            # The run hears signals itself, but for a moment before and after.
+            ending.said = f"before the run began or after it ended; what there is of it is in {run_dir}"
+            try:
+                return built.fit()
+            finally:
+                stop.requested |= built.told_to_end
+    finally:
+        gc.unfreeze()
+        observers.close()
 
 
 def _run_dir(options: argparse.Namespace) -> Path:

@@ -22,7 +22,7 @@ from penstock.cluster.routers import OneActor
 from penstock.engine.config import RolloutControllerConfig
 from penstock.engine.controller import RolloutController
 from penstock.engine.health import Standing
-from penstock.errors import InfrastructureFailure
+from penstock.errors import InfrastructureFailure, WeightSyncError
 from penstock.events import Observer
 from penstock.ports import LoadedWeights, WeightSource
 from penstock.rollout import FailureReason
@@ -68,6 +68,10 @@ class HomeProxy:
     async def end(self, name: str) -> None:
         await self._caller.call("end", name)
 
+    async def stored_again(self, model_step: int) -> StoredWeights | None:
+        again: StoredWeights | None = await self._caller.call("stored_again", model_step)
+        return again
+
 
 class ActorEngine(EngineProxy):
     """An engine in an actor. Like one in a process of its own, it loads its model with the first call."""
@@ -84,10 +88,19 @@ class ActorEngine(EngineProxy):
         await super().check_health()
 
     async def load_weights(self, source: WeightSource, model_step: int) -> LoadedWeights | None:
-        """Stored weights are read by the engine where they are; any others go through shared memory of this process."""
-        if isinstance(source, StoredWeights):
+        """Stored weights are read by the engine where they are; any others go through shared memory of this process.
+
+        Where stored ones are gone with whoever had them, the driver knows where else they are.
+        """
+        if not isinstance(source, StoredWeights):
+            return await self._memory.load(source, lambda stored: self._load_stored(stored, model_step))
+        try:
             return await super().load_weights(source, model_step)
-        return await self._memory.load(source, lambda stored: self._load_stored(stored, model_step))
+        except WeightSyncError:
+            again = await self._home.stored_again(model_step)
+            if again is None or again == source:
+                raise
+            return await super().load_weights(again, model_step)
 
     async def restart(self) -> None:
         """It has its model when this returns, the weights of its directory, and nothing to do."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -41,6 +41,9 @@ ANSWER_S = 10.0
 """For an actor to answer what needs no work; one that does not is killed when it is to be restarted."""
 CLOSE_S = 30.0
 
+WriteAgain = Callable[[int], Awaitable[StoredWeights]]
+"""The weights of this model step, where they can be read now."""
+
 
 class _Engine:
     def __init__(self, address: EngineAddress, place: PlacementGroup | None) -> None:
@@ -63,6 +66,8 @@ class EngineActors:
         """`share` is what each takes of an accelerator that it has together with a train rank."""
         self.standing = Standing()
         """What the engines must serve, and how."""
+        self.write_again: WriteAgain | None = None
+        """Of whoever has the weights, if that is not this process."""
         self._launcher = launcher
         self._engines: dict[str, _Engine] = {}
         self._prepare(run, share)
@@ -143,6 +148,18 @@ class EngineActors:
         if engine is not None:
             await self._launcher.end(engine.address.member, group=engine.place)
 
+    async def stored_again(self, model_step: int) -> StoredWeights | None:
+        """Where these weights are, that an engine did not take; None: nobody else had them.
+
+        Raises WeightSyncError or StateLost when those who had them have lost them.
+        """
+        if self.write_again is None:
+            return None
+        again = await self.write_again(model_step)
+        if self.standing.model_step == model_step:
+            self.standing = msgspec.structs.replace(self.standing, kept=again)
+        return again
+
     async def end_all(self) -> None:
         await asyncio.gather(*map(self.end, list(self._engines)))
 
@@ -176,6 +193,7 @@ class HomeServer:
         self.restart = actors.restart
         self.create = actors.create
         self.end = actors.end
+        self.stored_again = actors.stored_again
 
 
 class RayEngines(EnginesProxy):
@@ -212,6 +230,10 @@ class RayEngines(EnginesProxy):
     def addresses(self) -> list[EngineAddress]:
         """Where the engines live, to be looked at."""
         return self._actors.addresses
+
+    def weights_are_at(self, write_again: WriteAgain) -> None:
+        """Who is asked for published weights that are gone with the process that had them."""
+        self._actors.write_again = write_again
 
     # What a controller that goes on for a dead one has to know is noted before it is asked for, or when it is done.
 

@@ -30,6 +30,7 @@ from penstock.cluster.proxies import SERVERS
 from penstock.cluster.wire import MISSING, answer_raised, answer_with, pack, unpack
 from penstock.errors import RunError
 from penstock.events import Warned
+from penstock.garbage import keep_what_is_loaded
 from penstock.ports import Description, build_here
 
 T = TypeVar("T")
@@ -65,7 +66,9 @@ def _build(luggage: bytes) -> Any:
     # Last, so that what is installed on this node comes first.
     sys.path += [path for path in paths if path not in sys.path and Path(path).exists()]
     description, ports = unpack(packed)
-    return SERVERS[description.port](build_here(description, ports))
+    server = SERVERS[description.port](build_here(description, ports))
+    keep_what_is_loaded()
+    return server
 
 
 def marked(**options: Any) -> Callable[[MethodT], MethodT]:

@@ -32,7 +32,7 @@ from penstock.cluster.host import CONTROL, marked
 from penstock.cluster.launcher import START_S, CPUActorLauncher
 from penstock.errors import InfrastructureFailure, RanksUnavailable, WeightSyncError
 from penstock.learn.batch import TrainBatch
-from penstock.learn.rank import Rank, RankSetup
+from penstock.learn.rank import RNG, Rank, RankSetup, StatePart
 from penstock.resources import Demand
 from penstock.rollout import FailureReason
 from penstock.wire import WireError, error_from_wire, error_to_wire
@@ -40,8 +40,12 @@ from penstock.wire import WireError, error_from_wire, error_to_wire
 T = TypeVar("T")
 
 MAX_CONTROL_CALLS = 100
-END_S = 60.0
-"""For an actor that was killed to be known to be gone."""
+END_S = 120.0
+"""For an actor that was killed to be known to be gone. Of a node that is silent a cluster says so after a minute."""
+NODES_KNOWN_S = 10.0
+"""For the cluster to say which nodes live."""
+PROBE_S = 0.25
+"""Between two looks at an actor that cannot be reached."""
 BUNDLE_NODES = "bundles_to_node_id"
 
 
@@ -70,13 +74,16 @@ class RankProgram:
         return await self._run(lambda: getattr(self._own, method)(*arguments))
 
     @marked(num_returns=2)
-    async def keep(self, whole: bool) -> tuple[WireError | None, Any]:
-        """Whether there is a state, which the driver is told, and the state, which stays on this node."""
+    async def keep(self, whole: bool) -> tuple[WireError | Plains, Any]:
+        """Random numbers, which are small and go to the driver; the rest, which stays on this node."""
         state = await self._run(lambda: {name: _Plain.of(tensor) for name, tensor in self._own.state(whole).items()})
-        return (state, None) if isinstance(state, WireError) else (None, state)
+        if isinstance(state, WireError):
+            return state, None
+        rng = {name: state.pop(name) for name in list(state) if name.startswith(RNG)}
+        return rng, state
 
-    async def take(self, state: Mapping[str, _Plain], own: bool) -> Any:
-        return await self._run(lambda: self._own.set_state({name: kept.tensor() for name, kept in state.items()}, own))
+    async def take(self, state: Plains, part: StatePart) -> Any:
+        return await self._run(lambda: self._own.set_state({name: kept.tensor() for name, kept in state.items()}, part))
 
     @marked(concurrency_group=CONTROL)
     async def identify(self) -> Whereabouts:
@@ -126,6 +133,9 @@ class _Plain(msgspec.Struct, frozen=True, array_like=True):
         return flat.view(dtype).view(self.shape) if len(values) else torch.empty(self.shape, dtype=dtype)
 
 
+Plains = Mapping[str, _Plain]
+"""A state, by name."""
+
 RemoteRank = ray.remote(
     concurrency_groups={CONTROL: MAX_CONTROL_CALLS},
     max_restarts=0,
@@ -138,10 +148,14 @@ RemoteRank = ray.remote(
 
 
 class KeptObject:
-    """What a rank keeps in the object store of its node; it is there as long as this and the node are."""
+    """What a rank keeps in the object store of its node; it is there as long as this and the node are.
 
-    def __init__(self, ref: Any) -> None:
+    Its random numbers are here: no other rank has them, and they would go with its node.
+    """
+
+    def __init__(self, ref: Any, rng: Plains) -> None:
         self.ref = ref
+        self.rng = rng
 
     def close(self) -> None:
         self.ref = None
@@ -186,6 +200,14 @@ class ActorRank:
     async def gone(self) -> None:
         await self._gone.wait()
 
+    async def node_lives(self) -> bool:
+        """A cluster knows that a node is gone before it says so of the actors there."""
+        try:
+            nodes = await asyncio.wait_for(asyncio.to_thread(ray.nodes), NODES_KNOWN_S)
+        except TimeoutError:
+            return True  # nobody says that it does not
+        return any(node["Alive"] for node in nodes if node["NodeID"] == self.where.node)
+
     async def call(self, method: str, *arguments: Any) -> Any:
         if method == "stop":
             return await self._answer(self._handle.stop.remote(*arguments))
@@ -194,14 +216,14 @@ class ActorRank:
     async def keep(self, whole: bool) -> KeptObject:
         try:
             told, state = self._handle.keep.remote(whole)
-            await self._answer(told)
+            rng = await self._answer(told)
         except ObjectStoreFullError as error:
             raise WeightSyncError(f"{self.name}: the object store of its node is full: {_first_line(error)}") from None
-        return KeptObject(state)
+        return KeptObject(state, rng)
 
-    async def take(self, kept: KeptObject, own: bool) -> None:
+    async def take(self, kept: KeptObject, part: StatePart) -> None:
         try:
-            await self._answer(self._handle.take.remote(kept.ref, own))
+            await self._answer(self._handle.take.remote(kept.rng if part == "rng" else kept.ref, part))
         except ObjectLostError as error:
             raise WeightSyncError(f"what was kept for {self.name} is gone: {_first_line(error)}") from None
 
@@ -219,10 +241,13 @@ class ActorRank:
             ) from None
 
     async def _watch(self) -> None:
-        try:
-            await self._handle.live.remote()
-        except RayError as error:
-            self._note(error)
+        while self.death is None:
+            try:
+                await self._handle.live.remote()
+            except RayError as error:
+                self._note(error)
+                if self.death is None:
+                    await asyncio.sleep(PROBE_S)
 
     async def _answer(self, ref: Any) -> Any:
         """Raises an error of Penstock's as itself, those of Ray's object store, InfrastructureFailure for all else."""
@@ -244,7 +269,7 @@ class ActorRank:
         return answer
 
     def _note(self, error: RayError) -> None:
-        """An actor that cannot be reached may live."""
+        """An actor that cannot be reached may live: of one whose node is gone the cluster says so after a while."""
         if not isinstance(error, ray.exceptions.ActorUnavailableError) and self.death is None:
             self.death = f"its actor is gone: {type(error).__name__}: {_first_line(error)}"
             self._gone.set()

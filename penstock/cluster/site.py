@@ -124,6 +124,11 @@ class RaySite(LocalSite):
     def build_channel(self, run: RunContext, worker: TrainWorker[TrainBatch], engines: Engines) -> WeightChannel:
         """Engines on the trainer's machine read its memory, the others are sent the weights."""
         assert run.run_dir is not None, "weights are only published where something is trained"
+        if has_ranks(run.config):
+            from penstock.learn.ranks import TrainRanks
+
+            assert isinstance(worker, TrainRanks) and isinstance(engines, RayEngines), "both are of this site"
+            engines.weights_are_at(worker.write_again)
         return run.config.engines.build_channel(
             worker.weights,
             engines,

@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import pydantic
 
@@ -30,6 +30,8 @@ def engine_name(number: int) -> str:
 class EngineConfig(Config, abc.ABC):
     """What a run asks of any engine's configuration."""
 
+    takes_idle_cores: ClassVar[bool] = False
+    """Whether `build` has an argument `most_threads`: how many threads it may use while the cores for them are idle."""
     process: bool = False
     """Run it in a process of its own: training and generation overlap, and its death is not the trainer's."""
     max_running: int = pydantic.Field(default=64, ge=1)
@@ -56,6 +58,7 @@ class EngineConfig(Config, abc.ABC):
 class EmbeddedEngineConfig(EngineConfig):
     """The engine for a machine with nothing but torch, in this process or its own."""
 
+    takes_idle_cores: ClassVar[bool] = True
     max_context: int | None = pydantic.Field(default=None, ge=2)
     """Prompt and answer together, in tokens. None: what the model was made for."""
     dtype: Dtype = "float32"
@@ -72,7 +75,13 @@ class EmbeddedEngineConfig(EngineConfig):
             yield f"prefill_chunk_tokens is {self.prefill_chunk_tokens}; it must be a multiple of 32"
 
     def build(
-        self, model_dir: str, tokenizer: Tokenizer, *, deterministic: bool = False, threads: int | None = None
+        self,
+        model_dir: str,
+        tokenizer: Tokenizer,
+        *,
+        deterministic: bool = False,
+        threads: int | None = None,
+        most_threads: int | None = None,
     ) -> Engine:
         """Load the model and start the engine's thread. Blocks while loading. Raises ModelError.
 
@@ -82,14 +91,24 @@ class EmbeddedEngineConfig(EngineConfig):
         if self.process:
             from penstock.engine.process import ProcessEngine
 
-            setup = self.setup(model_dir, tokenizer, deterministic=deterministic, threads=threads)
+            setup = self.setup(
+                model_dir, tokenizer, deterministic=deterministic, threads=threads, most_threads=most_threads
+            )
             return ProcessEngine(setup, environment=self.environment)
         from penstock.engine.torch_engine.build import build_engine
 
-        return build_engine(self, model_dir, tokenizer, deterministic=deterministic, threads=threads)
+        return build_engine(
+            self, model_dir, tokenizer, deterministic=deterministic, threads=threads, most_threads=most_threads
+        )
 
     def setup(
-        self, model_dir: str, tokenizer: Tokenizer, *, deterministic: bool = False, threads: int | None = None
+        self,
+        model_dir: str,
+        tokenizer: Tokenizer,
+        *,
+        deterministic: bool = False,
+        threads: int | None = None,
+        most_threads: int | None = None,
     ) -> Setup:
         from penstock.engine.frames import Setup
 
@@ -99,6 +118,7 @@ class EmbeddedEngineConfig(EngineConfig):
             stop_ids=tuple(sorted(tokenizer.stop_ids)),
             deterministic=deterministic,
             threads=threads,
+            most_threads=most_threads,
         )
 
 
@@ -109,6 +129,7 @@ class VllmEngineConfig(EngineConfig):
     fresh random numbers.
     """
 
+    takes_idle_cores: ClassVar[bool] = True
     process: Literal[True] = True
     python: str | None = ".venv-vllm/bin/python"
     """The interpreter of the environment that has vLLM, from here or from the project's directory. None: this one."""
@@ -130,7 +151,13 @@ class VllmEngineConfig(EngineConfig):
             yield f"vLLM is not installed: there is no {self.python}; {_how_to_install()}"
 
     def build(
-        self, model_dir: str, tokenizer: Tokenizer, *, deterministic: bool = False, threads: int | None = None
+        self,
+        model_dir: str,
+        tokenizer: Tokenizer,
+        *,
+        deterministic: bool = False,
+        threads: int | None = None,
+        most_threads: int | None = None,
     ) -> Engine:
         """Returns at once: the process starts, and a bad model is refused, with the first call.
 
@@ -139,11 +166,19 @@ class VllmEngineConfig(EngineConfig):
         from penstock.engine.process import ProcessEngine
 
         self.check()
-        setup = self.setup(model_dir, tokenizer, deterministic=deterministic, threads=threads)
+        setup = self.setup(
+            model_dir, tokenizer, deterministic=deterministic, threads=threads, most_threads=most_threads
+        )
         return ProcessEngine(setup, python=self.interpreter() or sys.executable, environment=self.environment)
 
     def setup(
-        self, model_dir: str, tokenizer: Tokenizer, *, deterministic: bool = False, threads: int | None = None
+        self,
+        model_dir: str,
+        tokenizer: Tokenizer,
+        *,
+        deterministic: bool = False,
+        threads: int | None = None,
+        most_threads: int | None = None,
     ) -> Setup:
         from penstock.engine.frames import Setup
 
@@ -154,6 +189,7 @@ class VllmEngineConfig(EngineConfig):
             stop_ids=tuple(sorted(tokenizer.stop_ids)),
             deterministic=deterministic,
             threads=threads,
+            most_threads=most_threads,
         )
 
     def interpreter(self) -> str | None:
@@ -272,16 +308,19 @@ class EnginesConfig(Config):
         *,
         deterministic: bool = False,
         threads: int | None = None,
+        most_threads: int | None = None,
         observer: Observer | None = None,
     ) -> RolloutController:
-        """The engines behind their controller, which owns them; `threads` is the number of CPU threads for each.
+        """The engines behind their controller, which owns them; `threads` is the number of CPU threads for each, and
+        `most_threads` what each may use of cores that are idle.
 
         Blocks while an engine in this process loads its model. Raises ModelError.
         """
         self.check()
 
         def build_one() -> Engine:
-            return self.engine.build(str(model_dir), tokenizer, deterministic=deterministic, threads=threads)
+            lent = {"most_threads": most_threads} if self.engine.takes_idle_cores and most_threads is not None else {}
+            return self.engine.build(str(model_dir), tokenizer, deterministic=deterministic, threads=threads, **lent)
 
         async def new_engine(name: str) -> Engine:
             return build_one()

@@ -95,12 +95,12 @@ class RolloutController:
                         await self._check_steps(completion, asked, member, oldest)
                     made.append(completion)
                     if not self._is_handed_back(completion, member, ticket):
-                        return joined(made)
+                        return joined(made, waited_s=ticket.waited_s)
                 except InfrastructureFailure as failure:
                     self._note_failed(ticket, member, failure)
                 finally:
                     self._router.leave(member, ticket)
-            return joined([*made, ABORTED])
+            return joined([*made, ABORTED], waited_s=ticket.waited_s)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
         """Goes on with another engine where one failed: what was handed out stays."""
@@ -117,6 +117,8 @@ class RolloutController:
                             handed_back = self._is_handed_back(piece, member, ticket)
                             if handed_back:
                                 piece = msgspec.structs.replace(piece, finish_reason=None)
+                            elif piece.finish_reason is not None:
+                                piece = msgspec.structs.replace(piece, waited_s=ticket.waited_s)
                             sent.append(piece)
                             if piece.ids or not handed_back:
                                 yield piece
@@ -193,7 +195,12 @@ class RolloutController:
         """None: it is aborted."""
         if self._is_aborted(ticket):
             return None
-        return await self._router.take_place(ticket)
+        now = asyncio.get_running_loop().time
+        began = now()
+        try:
+            return await self._router.take_place(ticket)
+        finally:
+            ticket.waited_s += now() - began
 
     @contextlib.asynccontextmanager
     async def _asking(self, member: Member, ticket: Ticket) -> AsyncGenerator[int, None]:
@@ -352,14 +359,14 @@ class RolloutController:
         """
         self._start()
         async with self._syncing:
-            await self._until(self._can_load)
+            await self._until_one_can_load()
             try:
                 return await publish(self._fleet, source, model_step)
             except WeightSyncError:
                 if self._fleet.in_service:
                     raise
                 # All of them died; whichever comes back is given these weights.
-                await self._until(self._can_load)
+                await self._until_one_can_load()
                 return await publish(self._fleet, source, model_step)
 
     async def model_step(self) -> int:
@@ -452,6 +459,13 @@ class RolloutController:
         if self._closed:
             raise _closed()
         self._membership.start()
+
+    async def _until_one_can_load(self) -> None:
+        self._fleet.sync_waits = True
+        try:
+            await self._until(self._can_load)
+        finally:
+            self._fleet.sync_waits = False
 
     def _can_load(self) -> bool:
         states = map(self._fleet.state, self._fleet.members)

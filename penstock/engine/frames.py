@@ -30,6 +30,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: tuple[int, ...]
     deterministic: bool = False
     threads: int | None = None
+    most_threads: int | None = None
 
 
 class Piece(msgspec.Struct, frozen=True, tag="piece"):

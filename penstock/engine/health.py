@@ -108,6 +108,8 @@ class Member:
         """Made by processes of this engine that are gone, as far as they were seen."""
         self.busy_before = 0.0
         """The same."""
+        self.seen: tuple[float, float, int] | None = None
+        """When it was told how it does, with its busy seconds and tokens then."""
 
     def forget_process(self) -> None:
         """Its process is replaced: the counts go on."""
@@ -115,6 +117,7 @@ class Member:
         self.busy_before += self.stats.busy_seconds
         self.stats = EngineStats()
         self.tokens_seen = 0
+        self.seen = None
 
 
 class Fleet:
@@ -137,6 +140,8 @@ class Fleet:
         self.tokens_of_left = 0
         """Made by engines that have left."""
         self.busy_of_left = 0.0
+        self.sync_waits = False
+        """For an engine that can take new weights, whatever it has."""
         self.load_ended = asyncio.Event()
         self.load_ended.set()
         self.paused = standing.paused
@@ -215,6 +220,26 @@ class Fleet:
 
     def probe_answered(self, member: Member, served: int, published: int) -> None:
         self._carry_out(self.life.probe_answered(member.name, served, published, self._now()))
+
+    def tell_load(self, member: Member, served: int) -> None:
+        """What it serves, and how busy it was since the look before; at the first there is nothing to tell."""
+        now, stats = self._now(), member.stats
+        before, member.seen = member.seen, (now, stats.busy_seconds, stats.generated_tokens)
+        if before is None or now <= before[0]:
+            return
+        began, busy_before, tokens_before = before
+        seconds = now - began
+        self._observer.notice(
+            events.EngineSeen(
+                engine=member.name,
+                model_step=served,
+                running=stats.running,
+                waiting=stats.waiting,
+                busy=round(min(1.0, max(0.0, (stats.busy_seconds - busy_before) / seconds)), 3),
+                tokens_per_s=round(max(0, stats.generated_tokens - tokens_before) / seconds, 1),
+                cache_use=round(stats.cache_use, 3),
+            )
+        )
 
     def probe_failed(self, member: Member, failure: str, *, dead: bool = False) -> None:
         self._carry_out(self.life.probe_failed(member.name, failure, self._now(), dead=dead))

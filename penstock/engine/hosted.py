@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from safetensors import SafetensorError
-from transformers.utils.logging import disable_progress_bar
 
 from penstock.engine.config import EmbeddedEngineConfig, VllmEngineConfig
 from penstock.engine.frames import Setup
@@ -32,16 +32,19 @@ class ReadsStoredWeights(Protocol):
 class HostedEngine:
     """The `Engine` port, but that weights come as a record of where they are."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, tokenizer: HostedTokenizer | None = None) -> None:
         self._engine = engine
+        self._tokenizer = tokenizer
         self._open: set[asyncio.Task[Any]] = set()
 
     async def generate(self, request: GenerateRequest) -> Completion:
         with self._opened():
+            await self._prepare(request)
             return await self._engine.generate(request)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
         with self._opened():
+            await self._prepare(request)
             async with contextlib.aclosing(self._engine.stream(request)) as pieces:
                 async for piece in pieces:
                     yield piece
@@ -96,6 +99,11 @@ class HostedEngine:
     async def close(self) -> None:
         await self._engine.close()
 
+    async def _prepare(self, request: GenerateRequest) -> None:
+        if request.params.stop and self._tokenizer is not None and not self._tokenizer.is_loaded:
+            # That takes seconds; other calls are answered meanwhile.
+            await asyncio.to_thread(self._tokenizer.load)
+
     @contextlib.contextmanager
     def _opened(self) -> Iterator[None]:
         task = asyncio.current_task()
@@ -107,25 +115,38 @@ class HostedEngine:
             self._open.discard(task)
 
 
-class _ModelTokenizer:
-    """The tokenizer of the model's directory, with the parent's stop ids."""
+class HostedTokenizer:
+    """The tokenizer of the model's directory, with the parent's stop ids. It is loaded when it is first needed: most
+    answers end with an id, and transformers takes as long to import as all else that a small engine does to start."""
 
-    def __init__(self, inner: Tokenizer, stop_ids: frozenset[int]) -> None:
-        self._inner = inner
+    def __init__(self, directory: Path, stop_ids: frozenset[int]) -> None:
+        self._directory = directory
+        self._inner: Tokenizer | None = None
+        self._loading = threading.Lock()
         self.stop_ids = stop_ids
 
     @property
+    def is_loaded(self) -> bool:
+        return self._inner is not None
+
+    def load(self) -> Tokenizer:
+        """Raises ModelError."""
+        with self._loading:
+            self._inner = self._inner or load_tokenizer(self._directory)
+            return self._inner
+
+    @property
     def vocab_size(self) -> int:
-        return self._inner.vocab_size
+        return self.load().vocab_size
 
     def encode(self, text: str) -> list[int]:
-        return self._inner.encode(text)
+        return self.load().encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._inner.decode(ids)
+        return self.load().decode(ids)
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        return self._inner.render(messages, tools)
+        return self.load().render(messages, tools)
 
     def render_text(
         self,
@@ -134,20 +155,24 @@ class _ModelTokenizer:
         *,
         generation_prompt: bool = True,
     ) -> str:
-        return self._inner.render_text(messages, tools, generation_prompt=generation_prompt)
+        return self.load().render_text(messages, tools, generation_prompt=generation_prompt)
 
 
 def build_hosted(setup: Setup) -> HostedEngine:
     """Loads the model; blocks. Raises ModelError when its files cannot be used."""
-    disable_progress_bar()
-    tokenizer = _ModelTokenizer(load_tokenizer(Path(setup.model_dir)), frozenset(setup.stop_ids))
+    tokenizer = HostedTokenizer(Path(setup.model_dir), frozenset(setup.stop_ids))
     try:
         if setup.engine == "vllm":
-            return HostedEngine(_build_vllm(setup, tokenizer))
+            return HostedEngine(_build_vllm(setup, tokenizer), tokenizer)
         config = EmbeddedEngineConfig(**setup.config)
-        return HostedEngine(
-            config.build(setup.model_dir, tokenizer, deterministic=setup.deterministic, threads=setup.threads)
+        engine = config.build(
+            setup.model_dir,
+            tokenizer,
+            deterministic=setup.deterministic,
+            threads=setup.threads,
+            most_threads=setup.most_threads,
         )
+        return HostedEngine(engine, tokenizer)
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"the model in {setup.model_dir} cannot be loaded: {error}") from error
 
@@ -156,7 +181,11 @@ def _build_vllm(setup: Setup, tokenizer: Tokenizer) -> Engine:
     from penstock.engine.vllm_environment import prepare_environment
 
     config = VllmEngineConfig(**setup.config, python=None)
-    prepare_environment(dtype=config.dtype, threads=setup.threads)
+    # vLLM makes room for the threads it starts with: the most it may have.
+    prepare_environment(dtype=config.dtype, threads=setup.most_threads or setup.threads)
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     from penstock.engine.vllm import build_engine
 
-    return build_engine(config, setup.model_dir, tokenizer)
+    return build_engine(config, setup.model_dir, tokenizer, threads=setup.threads, most_threads=setup.most_threads)

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from penstock.engine.health import DEAD, Fleet, Member
 from penstock.engine.lifecycle import EngineState, Recover
-from penstock.errors import InfrastructureFailure, RefusedError
+from penstock.errors import InfrastructureFailure, RefusedError, StateLost, WeightSyncError
 from penstock.ports import Engine
 from penstock.weights.confirm import compare_checksums, load_confirmed
 
@@ -79,7 +79,14 @@ async def _bring_to_published(member: Member, fleet: Fleet) -> int:
             return served
         if kept is None:
             raise _LacksWeights(served)
-        loaded = await load_confirmed(member.engine, kept, published)
+        try:
+            loaded = await load_confirmed(member.engine, kept, published)
+        except StateLost:
+            raise _LacksWeights(served) from None  # the trainer has none to give either
+        except WeightSyncError:
+            if not fleet.sync_waits:
+                raise
+            raise _LacksWeights(served) from None  # they may be gone, and newer ones are here
         if loaded.checksum is not None:
             compare_checksums(published, kept.checksum, loaded.checksum)
         fleet.life.loaded(member.name)
@@ -131,3 +138,4 @@ async def _probe(member: Member, fleet: Fleet) -> None:
     published = fleet.published
     served = await member.engine.model_step()
     fleet.probe_answered(member, served, published)
+    fleet.tell_load(member, served)

@@ -29,6 +29,8 @@ class Ticket:
         self.judging = judging
         self.avoid: list[str] = []
         """Engines that failed it; another is asked if there is any."""
+        self.waited_s = 0.0
+        """In line."""
         self.place: asyncio.Future[Member | None] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
         """Whoever made it sets this."""

@@ -20,6 +20,7 @@ from penstock.child import socket_to_parent
 from penstock.engine.frames import MAX_FRAME, METHODS, START, Piece, Setup
 from penstock.engine.hosted import HostedEngine, build_hosted
 from penstock.errors import InfrastructureFailure
+from penstock.garbage import keep_what_is_loaded
 from penstock.ports import Completion
 from penstock.rollout import FailureReason
 from penstock.wire import Call, Cancel, Failed, Reply, error_to_wire, frame, read_blocking, read_frame
@@ -88,6 +89,7 @@ def main(descriptor: int, parent: int) -> None:
     except Exception as error:
         channel.sendall(frame(Failed(START, error_to_wire(error))))
         return
+    keep_what_is_loaded()
     asyncio.run(_serve_socket(channel, engine))
     sys.stderr.flush()
     # Nothing is left to save, and the interpreter's own way out takes a while with torch in it.

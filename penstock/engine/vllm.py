@@ -52,8 +52,10 @@ from penstock.engine.vllm_door import Door
 from penstock.engine.vllm_environment import WITHOUT_AMX, die_with_parent
 from penstock.errors import DataFailure, InfrastructureFailure, ModelError, WeightSyncError
 from penstock.models.context import rope_limit
+from penstock.models.cores import ThreadCount
 from penstock.models.resolve import read_json
 from penstock.models.rounding import rounded
+from penstock.models.threads import Team
 from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, Tokenizer, WeightSource
 from penstock.rollout import FailureReason, pack_logprobs, unpack_ids
 from penstock.weights.adapter import on_base
@@ -64,8 +66,13 @@ CORE_DIED = 70
 """How this process ends when vLLM's own has ended."""
 
 
-def build_engine(config: VllmEngineConfig, model_dir: str, tokenizer: Tokenizer) -> VllmEngine:
-    """Start vLLM and load the model; blocks. The environment was prepared before this file was imported."""
+def build_engine(
+    config: VllmEngineConfig, model_dir: str, tokenizer: Tokenizer, *, threads: int | None, most_threads: int | None
+) -> VllmEngine:
+    """Start vLLM and load the model; blocks. The environment was prepared before this file was imported.
+
+    `threads` are its for certain, and up to `most_threads` while the cores for them are idle.
+    """
     stats = _Stats()
     limit = rope_limit(read_json(Path(model_dir) / "config.json"))
     if limit is not None and (config.max_context or 0) > limit:
@@ -93,16 +100,26 @@ def build_engine(config: VllmEngineConfig, model_dir: str, tokenizer: Tokenizer)
         disable_log_stats=False,
     )
     llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: stats])
-    return VllmEngine(llm, tokenizer, stats, max_running=config.max_running, can_sleep=on_gpu)
+    lent = (most_threads, threads or 1) if most_threads is not None and not on_gpu else None
+    return VllmEngine(llm, tokenizer, stats, max_running=config.max_running, can_sleep=on_gpu, lent=lent)
 
 
 class VllmEngine:
     """The `Engine` port. Belongs to the event loop of its first call."""
 
     def __init__(
-        self, llm: AsyncLLM, tokenizer: Tokenizer, stats: _Stats, *, max_running: int, can_sleep: bool
+        self,
+        llm: AsyncLLM,
+        tokenizer: Tokenizer,
+        stats: _Stats,
+        *,
+        max_running: int,
+        can_sleep: bool,
+        lent: tuple[int, int] | None = None,
     ) -> None:
+        """`lent` is the most and the least of threads, where they follow the machine."""
         self._llm = llm
+        self._lent = lent
         self._tokenizer = tokenizer
         self._stats = stats
         self._max_running = max_running
@@ -282,11 +299,13 @@ class VllmEngine:
             return step_of(await self._llm.get_weight_version())
 
     async def check_health(self) -> None:
-        """Asks vLLM's core, which answers between two steps."""
+        """Asks vLLM's core, which answers between two steps, and looks at the machine then."""
         self._check_weights()
         with _as_failures("check_health"):
             await self._llm.check_health()
             await self._llm.get_weight_version()
+            if self._lent is not None:
+                await self._llm.collective_rpc("follow_machine", args=self._lent)
 
     async def stats(self) -> EngineStats:
         inside = len(self._door.inside)
@@ -433,6 +452,13 @@ class WorkerExtension:
     """What vLLM's worker class gets besides its own methods."""
 
     weight_transfer_engine: StoredWeightTransfer
+    penstock_team: Team | None = None
+
+    def follow_machine(self, most: int, least: int) -> None:
+        """Compute with as many threads as there are cores for, from the next step on."""
+        if self.penstock_team is None:
+            self.penstock_team = Team(ThreadCount(most, least))
+        self.penstock_team.gather()
 
     def weights_received(self) -> dict[str, Any]:
         transfer = self.weight_transfer_engine

@@ -212,6 +212,10 @@ def _compared(report: Report, tests: ProgramTests | CallTests, number: int) -> O
         value = wire.unpack(wire.loads(report.result))
     except (ValueError, RecursionError):
         return Outcome(False, "it returned nothing that can be compared")
-    if same_value(value, tests.outputs[number]):
-        return Outcome(True)
-    return Outcome(False, f"it returned {repr(value)[:80]}, and not {repr(tests.outputs[number])[:80]}")
+    try:
+        if same_value(value, tests.outputs[number]):
+            return Outcome(True)
+        shown = repr(value)[:80]
+    except (ValueError, ArithmeticError):  # an integer with more digits than Python writes, or than a float has
+        shown = "a number that is too large"
+    return Outcome(False, f"it returned {shown}, and not {repr(tests.outputs[number])[:80]}")

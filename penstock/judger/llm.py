@@ -228,7 +228,7 @@ class LLMBased(ContractJudger):
         text = await self._asker.ask(messages, seed_of(question, turn.number), turn.wait_until)
         if len(text) > MAX_ANSWER:
             raise CallFailed("abstention", f"the judge wrote {len(text)} characters; at most {MAX_ANSWER} are read")
-        return text.rpartition("</think>")[2]
+        return text.rpartition("</think>")[2].partition("<think>")[0]
 
     async def _word(self, said: str, turn: Try) -> str:
         """The one thing that the judge said. Raises CallFailed when it said none, or two."""

@@ -175,14 +175,28 @@ class TrainWorkerConfig(Config):
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * falling)
 
     def build(
-        self, model_dir: str | Path, *, total_steps: int, deterministic: bool = False, threads: int | None = None
+        self,
+        model_dir: str | Path,
+        *,
+        total_steps: int,
+        deterministic: bool = False,
+        threads: int | None = None,
+        most_threads: int | None = None,
     ) -> TorchTrainWorker:
-        """Load the model. Raises ModelError when it cannot be loaded or trained exactly."""
+        """Load the model. Raises ModelError when it cannot be loaded or trained exactly.
+
+        It computes with `threads`, and with `most_threads` while the cores for them are idle.
+        """
         from penstock.learn.worker import TorchTrainWorker
 
         self.check()
         return TorchTrainWorker(
-            self, Path(model_dir), total_steps=total_steps, deterministic=deterministic, threads=threads
+            self,
+            Path(model_dir),
+            total_steps=total_steps,
+            deterministic=deterministic,
+            threads=threads,
+            most_threads=most_threads,
         )
 
 

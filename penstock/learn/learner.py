@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from penstock.learn.reference import build_reference
 from penstock.learn.rounds import Rounds, StopSign
 from penstock.learn.save import save_hf
 from penstock.learn.shard import gathered, own, shard
+from penstock.learn.snapshot import Snapshot, copied
 from penstock.learn.state import (
     MODEL,
     OPTIMIZER,
@@ -49,7 +50,8 @@ from penstock.learn.state import (
 )
 from penstock.learn.step_metrics import StepMetrics, StepReport
 from penstock.models.bfloat16 import keep_onednn_alive
-from penstock.models.threads import release_threads
+from penstock.models.cores import ThreadCount
+from penstock.models.threads import Team, release_threads
 from penstock.rollout import FloatArray
 from penstock.weights.digest import with_pool
 from penstock.weights.stored import tensors_checksum
@@ -66,6 +68,7 @@ class Learner:
         total_steps: int,
         deterministic: bool = False,
         threads: int | None = None,
+        most_threads: int | None = None,
         peers: Peers | None = None,
     ) -> None:
         self._config = config
@@ -74,7 +77,9 @@ class Learner:
         self._model_dir = model_dir
         self._total_steps = total_steps
         self._deterministic = deterministic
-        self._threads = threads
+        least = threads or torch.get_num_threads()
+        most = least if deterministic or most_threads is None else most_threads
+        self._team = Team(ThreadCount(most, least))
         self._objective = Objective(config)
         self._gradients = Gradients()
         keep_onednn_alive()
@@ -211,9 +216,9 @@ class Learner:
         Of sharded weights every rank writes what it has; otherwise the first rank writes everything.
         """
         if self._sharded:
-            write_state(directory, self.model, self._optimizer_state(), shard=self._peers.rank)
+            write_state(directory, dict(weights_of(self.model)), self._optimizer_state(), shard=self._peers.rank)
         elif self._peers.rank == 0:
-            write_state(directory, self.model, self._optimizer_state())
+            write_state(directory, dict(weights_of(self.model)), self._optimizer_state())
 
     def load(self, directory: Path) -> None:
         """What `save` wrote, of any number of ranks. Raises CheckpointError, nothing changed, when it does not fit."""
@@ -243,18 +248,34 @@ class Learner:
 
         The first rank writes it; of sharded weights every rank must ask.
         """
-        lora = self._config.lora
         weights = None
-        if lora is not None:
+        if self._config.lora is not None:
             weights = {name: tensor.cpu() for name, tensor in merged_tensors(self.model)}
         elif self._sharded:
             weights = {name: tensor.cpu() for name, tensor in self.tensors()}
         if self._peers.rank == 0:
-            save_hf(self.model, self._model_dir, directory, weights, beside=self._save_adapter if lora else None)
+            self._write_hf(directory, weights, dict(weights_of(self.model)))
 
-    def _save_adapter(self, directory: Path) -> None:
-        assert self._config.lora is not None
-        save_adapter(self.model, self._config.lora, str(self._model_dir), directory / "adapter")
+    def snapshot(self, *, optimizer: bool, export: bool) -> Snapshot:
+        """What `save` and `save_hf` would write now, or one of them, to be written later. Not for sharded weights."""
+        with self._torch_settings():
+            weights = copied(weights_of(self.model))
+            state = copied(self._optimizer_state().items()) if optimizer else {}
+            exported = weights
+            if self._config.lora is not None and export:
+                # What has no adapter is the model's own, and does not change.
+                exported = {name: tensor.cpu() for name, tensor in merged_tensors(self.model)}
+        return Snapshot(weights, state, lambda directory: self._write_hf(directory, exported, weights))
+
+    def _write_hf(self, directory: Path, exported: Mapping[str, Tensor] | None, kept: Mapping[str, Tensor]) -> None:
+        """`kept` are the weights that a checkpoint has: with LoRA the adapter's."""
+        lora = self._config.lora
+
+        def adapter(unfinished: Path) -> None:
+            assert lora is not None
+            save_adapter(self.model, kept, lora, str(self._model_dir), unfinished / "adapter")
+
+        save_hf(self.model, self._model_dir, directory, exported, beside=adapter if lora is not None else None)
 
     def _require_same_weights(self) -> None:
         # All of them: with LoRA `weights_of` is the adapter alone, which begins alike on whatever base.
@@ -289,9 +310,11 @@ class Learner:
         with step.timed("round"):
             self._way.refresh()
         loss = 0.0
-        rounds = self._rounds(batch, seen.answers, stopped, self._way)
+        apart = self._without_gradient(batch)
+        rounds = self._rounds(batch, seen.answers, stopped, self._way, apart=apart)
         for micro_batch in rounds:
-            with rounds.guard():
+            learns = micro_batch is None or not apart or bool(micro_batch.advantages.any())
+            with rounds.guard(), torch.set_grad_enabled(learns):
                 if micro_batch is None:
                     (0.0 * self._way.logprobs(self._idle).logprobs).sum().backward()
                     continue
@@ -329,7 +352,8 @@ class Learner:
         step: StepMetrics,
         rounds: Rounds,
     ) -> tuple[Tensor, float]:
-        """The logprobs, and this micro-batch's part of the loss; its gradient is added to that of the others."""
+        """The logprobs, and this micro-batch's part of the loss. Its gradient, if there is one, is added to the
+        others'."""
         with step.timed("forward"):
             computed = self._way.logprobs(micro_batch, entropy_gradient=self._objective.entropy_gradient)
             logprobs = computed.logprobs
@@ -343,10 +367,28 @@ class Learner:
                 rounds.failure, terms = error, LossTerms(0.0 * logprobs)
             weight = torch.from_numpy(weights[micro_batch.answer_index]).to(logprobs)
             loss = (terms.loss * weight).sum()
-        with step.timed("backward"):
-            loss.backward()
+        if torch.is_grad_enabled():
+            with step.timed("backward"):
+                loss.backward()
         step.add(micro_batch, tokens, {"entropy": computed.entropy.detach(), **terms.shares})
         return logprobs.detach(), loss.item()
+
+    def _without_gradient(self, batch: TrainBatch) -> set[int]:
+        """The answers of groups in which every advantage is 0: they go through the model for their logprobs alone.
+
+        None where that is no reason to have no gradient, where ranks make every pass together, and where it would be
+        all of them: an optimiser makes a step along a gradient of 0 too.
+        """
+        if self._sharded or not self._objective.follows_advantage:
+            return set()
+        found: set[int] = set()
+        first = 0
+        for group in batch.groups:
+            segments = [segment for answer in group.answers for segment in answer.segments]
+            if not any((segment.advantages * segment.mask).any() for segment in segments):
+                found |= set(range(first, first + len(group.answers)))
+            first += len(group.answers)
+        return found if len(found) < first else set()
 
     def _deal(self, batch: TrainBatch, *, every_token: bool = False) -> LongArray:
         """The answers that this rank computes."""
@@ -360,16 +402,23 @@ class Learner:
         way: LogprobModel,
         *,
         every_token: bool = False,
+        apart: Collection[int] = (),
     ) -> Rounds:
-        micro_batches = pack(
-            batch,
-            max_tokens=self._config.max_tokens_per_micro_batch,
-            share_prompts=way.share_prompts,
-            one_row=way.one_row,
-            every_token=every_token,
-            whole_answers=self._objective.whole_answers and not every_token,
-            answers=answers,
-        )
+        """Those of `apart` are in micro-batches of their own."""
+        is_apart = np.isin(answers, list(apart))
+        micro_batches = [
+            micro_batch
+            for part in (answers[~is_apart], answers[is_apart])
+            for micro_batch in pack(
+                batch,
+                max_tokens=self._config.max_tokens_per_micro_batch,
+                share_prompts=way.share_prompts,
+                one_row=way.one_row,
+                every_token=every_token,
+                whole_answers=self._objective.whole_answers and not every_token,
+                answers=part,
+            )
+        ]
         return Rounds(self._peers, micro_batches, stopped, together=self._sharded)
 
     @functools.cached_property
@@ -399,8 +448,7 @@ class Learner:
         # trainer calls from whichever thread it has.
         threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
         try:
-            if self._threads is not None:
-                torch.set_num_threads(self._threads)
+            self._team.gather()
             if self._deterministic:
                 torch.use_deterministic_algorithms(True)
             yield

@@ -9,7 +9,8 @@ gradient of its own then; with g that of the outputs y = (W + s B A) x, those of
 
     d B = s g^T (x A^T)        d A = s (g B)^T x
 
-which are products as narrow as the adapter. What is frozen costs no gradient.
+which are products as narrow as the adapter; those with x are one for layers side by side. What is frozen costs no
+gradient.
 """
 
 from __future__ import annotations
@@ -116,18 +117,29 @@ class JoinedLinear:
 
     def add_gradient(self, grad: Tensor, x: Tensor) -> None:
         """Of the weights, from [tokens, out] and [tokens, in] of this layer's dtype."""
+        adapted = []
         for layer, adapter, columns in zip(self._layers, self._adapters, self._columns, strict=True):
             if adapter is not None:
-                self._add_adapter_gradient(adapter, grad[:, columns], x)
+                adapted.append((adapter, grad[:, columns]))
             elif layer.weight.requires_grad:
                 self._gradients.add_product(layer.weight, grad[:, columns].t(), x)
+        if adapted:
+            self._add_adapter_gradients(adapted, x)
 
-    def _add_adapter_gradient(self, adapter: Adapter, grad: Tensor, x: Tensor) -> None:
-        a, b = adapter.a.detach(), adapter.b.detach()
-        inner = (multiply(x, a.t().to(x.dtype)) * adapter.scale).to(x.dtype)
-        back = (multiply(grad, b.to(x.dtype)) * adapter.scale).to(x.dtype)
-        self._gradients.add_product(adapter.b, grad.t(), inner)
-        self._gradients.add_product(adapter.a, back.t(), x)
+    def _add_adapter_gradients(self, adapted: list[tuple[Adapter, Tensor]], x: Tensor) -> None:
+        """Of adapters that read the same x, with the gradients of their layers' outputs."""
+        rows = torch.cat([adapter.a.detach() for adapter, _ in adapted])
+        ends = torch.tensor([len(adapter.a) for adapter, _ in adapted]).cumsum(0).tolist()
+        places = [slice(end - len(adapter.a), end) for end, (adapter, _) in zip(ends, adapted, strict=True)]
+        inner = multiply(x, rows.t().to(x.dtype))
+        back = torch.empty_like(inner)
+        for place, (adapter, grad) in zip(places, adapted, strict=True):
+            multiply(grad, adapter.b.detach().to(x.dtype), back[:, place])
+            self._gradients.add_product(adapter.b, grad.t(), inner[:, place].mul_(adapter.scale).to(x.dtype))
+            back[:, place] *= adapter.scale
+        whole = multiply(back.to(x.dtype).t(), x)
+        for place, (adapter, _) in zip(places, adapted, strict=True):
+            self._gradients.add(adapter.a, whole[place])
 
     def multiply_back(self, rounded: Tensor) -> Tensor:
         """[tokens, out] of this layer's dtype times the weights: [tokens, in]."""

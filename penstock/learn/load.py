@@ -22,7 +22,8 @@ from penstock.learn.logprobs import PlainModel
 from penstock.learn.lora import LoRAConfig, attach
 from penstock.learn.pack import MicroBatch, pack
 from penstock.learn.recompute import recompute_layers
-from penstock.models.bfloat16 import choose_dtype, has_fast_products
+from penstock.models.arithmetic import choose, work_of
+from penstock.models.bfloat16 import has_fast_products
 from penstock.models.context import attention_window
 from penstock.models.load import load_causal_lm
 from penstock.rollout import ROOT, IntArray
@@ -113,7 +114,9 @@ def choose_way(
     if fused:
         exact = FusedModel(model, gradients, torch.float32, share_prompts=config.share_prompts)
         fused = _difference(model, exact) < TOLERANCE
-    dtype = choose_dtype(config.dtype, fused=fused, deterministic=deterministic, device=config.device)
+    rows = config.max_tokens_per_micro_batch
+    work = work_of(model.config.get_text_config(), rows=rows, trains=True) if fused else None
+    dtype = choose(config.dtype, work, deterministic=deterministic, device=config.device).torch_dtype
     if fused and (has_fast_products() or dtype == torch.float32):
         return FusedModel(
             model,

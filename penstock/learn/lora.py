@@ -9,7 +9,7 @@ shape and place: two processes, and a run that is resumed, begin alike.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -158,8 +158,10 @@ def own_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor.detach()
 
 
-def save_adapter(model: Any, config: LoRAConfig, model_name: str, directory: Path) -> None:
-    """A directory that peft loads beside the base model. Raises OSError."""
+def save_adapter(
+    model: Any, weights: Mapping[str, Tensor], config: LoRAConfig, model_name: str, directory: Path
+) -> None:
+    """A directory that peft loads beside the base model; `weights` are its `own_tensors`. Raises OSError."""
     from penstock.learn.save import write_tensors
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -175,7 +177,7 @@ def save_adapter(model: Any, config: LoRAConfig, model_name: str, directory: Pat
         "inference_mode": True,
     }
     (directory / ADAPTER_FILES[0]).write_text(json.dumps(described, indent=2) + "\n")
-    tensors = {f"base_model.model.{name.replace(f'.{NAME}.', '.')}": tensor for name, tensor in own_tensors(model)}
+    tensors = {f"base_model.model.{name.replace(f'.{NAME}.', '.')}": tensor for name, tensor in weights.items()}
     write_tensors(directory / ADAPTER_FILES[1], tensors)
 
 

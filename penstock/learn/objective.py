@@ -32,6 +32,8 @@ class Objective:
         """Whether all trained tokens of an answer must be in one micro-batch."""
         self.entropy_gradient = config.loss.entropy_coef > 0
         self.kl_in_loss = config.kl is not None and config.kl.place == "loss"
+        self.follows_advantage = config.loss.follows_advantage() and not self.kl_in_loss and not self.entropy_gradient
+        """Whether a token whose advantage is 0 has no gradient."""
 
     def tokens(
         self, micro_batch: MicroBatch, computed: TokenLogprobs, old: OldPolicy, *, train_step: int

@@ -13,6 +13,9 @@ A token sees its ancestors. A run is followed by what goes on from it, the lates
 cell are those from itself to its `ends`: **a query sees a key when key <= query < ends[key]**. That is the one rule,
 whoever attends.
 
+Prompts that begin alike, with the same instructions or tools, are one tree too where a model attends run by run: such a
+prompt goes on from the place in another where they part.
+
 Trees are laid into rows, rows of near length into a micro-batch of at most `max_tokens` cells, padding included. Under
 a mask, padded rows beat one long row: attention over a long row costs the square of all its trees together. A model
 that attends run by run takes one row, without padding. What predicts no trained token is not computed, above all an
@@ -32,12 +35,12 @@ import numpy.typing as npt
 
 from penstock.learn.batch import TrainBatch, TrainSegment
 from penstock.rollout import ROOT, IntArray
+from penstock.tokens import common_beginning
 
 LongArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
-PROMPT = 0
-"""The first run of a tree."""
+NOTHING: LongArray = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +133,9 @@ def pack(
     """
     bundles = [
         bundle
-        for tree in _trees(batch, every_token, None if answers is None else set(answers.tolist()))
+        for tree in _trees(
+            batch, every_token, None if answers is None else set(answers.tolist()), share_beginnings=one_row
+        )
         for bundle in _bundles(tree, max_tokens, share_prompts=share_prompts, whole_answers=whole_answers)
     ]
     # Longest first, so that the rows of a micro-batch have near lengths; the sort is stable, hence repeatable.
@@ -145,30 +150,60 @@ def pack(
     return micro_batches
 
 
-def _trees(batch: TrainBatch, every_token: bool, answers: set[int] | None) -> list[list[_Run]]:
-    """One for each prompt, whichever groups ask it."""
-    trees: dict[bytes, list[_Run]] = {}
-    nothing = np.zeros(0, dtype=np.int64)
+def _trees(
+    batch: TrainBatch, every_token: bool, answers: set[int] | None, *, share_beginnings: bool
+) -> list[list[_Run]]:
+    """One for each prompt, whichever groups ask it; or for all prompts that begin alike."""
+    roots = _plant({group.prompt_ids.tobytes(): group.prompt_ids for group in batch.groups}, share_beginnings)
     answer_index, first_token = -1, 0
     for group in batch.groups:
-        tree = trees.setdefault(group.prompt_ids.tobytes(), [_Run(group.prompt_ids, ROOT, 0, 0, nothing)])
+        tree, prompt = roots[group.prompt_ids.tobytes()]
         for answer in group.answers:
             answer_index += 1
             base = len(tree)
             for segment in answer.segments:
-                parent = PROMPT if segment.parent == ROOT else base + segment.parent
-                num_before = tree[parent].num_before + segment.start
+                if segment.parent == ROOT:
+                    num_before = segment.start
+                    parent, start = _place_in(tree, prompt, num_before)
+                else:
+                    parent, start = base + segment.parent, segment.start
+                    num_before = tree[parent].num_before + start
                 wanted = np.arange(len(segment)) if every_token else np.flatnonzero(segment.mask)
                 if answers is not None and answer_index not in answers:
-                    wanted = nothing
+                    wanted = NOTHING
                 if not num_before:
                     # What nothing comes before is not predicted.
                     wanted = wanted[wanted > 0]
-                tree.append(
-                    _Run(segment.ids, parent, segment.start, num_before, wanted, segment, answer_index, first_token)
-                )
+                tree.append(_Run(segment.ids, parent, start, num_before, wanted, segment, answer_index, first_token))
                 first_token += len(segment)
-    return list(trees.values())
+    return list({id(tree): tree for tree, _ in roots.values()}.values())
+
+
+def _plant(prompts: dict[bytes, IntArray], share_beginnings: bool) -> dict[bytes, tuple[list[_Run], int]]:
+    """For each prompt its tree, and its run there. One that begins as another goes on from where they part."""
+    roots: dict[bytes, tuple[list[_Run], int]] = {}
+    if not share_beginnings:
+        return {key: ([_Run(ids, ROOT, 0, 0, NOTHING)], 0) for key, ids in prompts.items()}
+    last: bytes | None = None
+    # Of all prompts before it in this order, the last has the most in common with the next.
+    for key, ids in sorted(prompts.items(), key=lambda prompt: prompt[1].tolist()):
+        shared = common_beginning(prompts[last], ids) if last is not None else 0
+        if last is not None and shared:
+            tree, prompt = roots[last]
+            parent, start = _place_in(tree, prompt, shared)
+        else:
+            tree, parent, start = [], ROOT, 0
+        roots[key] = (tree, len(tree))
+        tree.append(_Run(ids[shared:], parent, start, shared, NOTHING))
+        last = key
+    return roots
+
+
+def _place_in(tree: list[_Run], prompt: int, num_tokens: int) -> tuple[int, int]:
+    """Where so many tokens of a prompt end: in which run, and after how many of its own tokens."""
+    while num_tokens < tree[prompt].num_before:
+        prompt = tree[prompt].parent
+    return prompt, num_tokens - tree[prompt].num_before
 
 
 def _bundles(tree: list[_Run], max_tokens: int, *, share_prompts: bool, whole_answers: bool) -> Iterator[_Bundle]:

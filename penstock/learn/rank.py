@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from penstock.config import from_plain
 from penstock.errors import CheckpointError, StorageError, WeightSyncError
+from penstock.garbage import keep_what_is_loaded
 from penstock.learn.batch import TrainBatch
 from penstock.learn.config import TrainWorkerConfig
 from penstock.learn.learner import Learner
@@ -42,6 +43,9 @@ from penstock.weights.channel import Writer, WriterSettings, build_writer
 from penstock.weights.stored import StoredWeights
 
 RNG = "rng/"
+
+StatePart = Literal["weights", "rng"]
+"""Of a rank's state; `weights` with the optimiser."""
 
 
 class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +98,7 @@ class Rank:
             threads=setup.threads,
             peers=self._meet(config, device, address, port),
         )
+        keep_what_is_loaded()
 
     def _meet(self, config: TrainWorkerConfig, device: torch.device, address: str, port: int) -> Peers:
         setup = self._setup
@@ -167,11 +172,11 @@ class Rank:
         rng = {f"{RNG}{name}": tensor for name, tensor in rng_tensors().items()}
         return self._learner.state() | rng if whole else rng
 
-    def set_state(self, state: Mapping[str, Tensor], own: bool) -> None:
-        """What `state` gave; of another rank (not `own`) without its random numbers."""
-        if any(not key.startswith(RNG) for key in state):
+    def set_state(self, state: Mapping[str, Tensor], part: StatePart) -> None:
+        """This part of what `state` gave: of another rank only the weights."""
+        if part == "weights":
             self._learner.set_state(state)
-        if own:
+        else:
             restore_rng_tensors({key.removeprefix(RNG): value for key, value in state.items() if key.startswith(RNG)})
 
     # Weights.

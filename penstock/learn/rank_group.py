@@ -8,14 +8,14 @@ and starting anew helps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from penstock.errors import InfrastructureFailure, PenstockError
 from penstock.learn.config import RanksConfig
-from penstock.learn.rank import RankSetup
+from penstock.learn.rank import RankSetup, StatePart
 
 SETTLE_S = 5.0
 """How long the others may take to end a call, once one of them has failed it."""
@@ -49,6 +49,10 @@ class RankHost(Protocol):
         """Waits until it has died."""
         ...
 
+    async def node_lives(self) -> bool:
+        """Whether its machine does, as far as is known."""
+        ...
+
     async def call(self, method: str, *arguments: Any) -> Any:
         """A method of `Rank`. Raises an error of Penstock's as itself, InfrastructureFailure for everything else."""
         ...
@@ -57,7 +61,7 @@ class RankHost(Protocol):
         """Its `state`, as a `Kept`. Raises WeightSyncError when there is no room for it."""
         ...
 
-    async def take(self, kept: Any, own: bool) -> None:
+    async def take(self, kept: Any, part: StatePart) -> None:
         """`set_state`. Raises WeightSyncError when what was kept is gone."""
         ...
 
@@ -126,6 +130,13 @@ class RankGroup:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
 
+    async def lost_with(self, culprits: Mapping[int, str]) -> dict[int, str]:
+        """These, and those on a machine that is lost with them: of one rank on it that is known before the others."""
+        hosts = {self.hosts[rank].node: self.hosts[rank] for rank in culprits}
+        gone = {node for node, host in hosts.items() if not await host.node_lives()}
+        lost = {rank: "its machine is gone" for rank, host in enumerate(self.hosts) if host.node in gone}
+        return dict(sorted((lost | dict(culprits)).items()))
+
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         """Of every rank its answer, or the PenstockError it raised. Raises Broken."""
         return await self._settled([host.call(method, *arguments) for host in self.hosts], method)
@@ -133,9 +144,9 @@ class RankGroup:
     async def keep(self, whole: set[int]) -> list[Any]:
         return await self._settled([host.keep(rank in whole) for rank, host in enumerate(self.hosts)], "keep")
 
-    async def take(self, given: Sequence[Any], *, own: bool) -> list[Any]:
+    async def take(self, given: Sequence[Any], part: StatePart) -> list[Any]:
         """What each rank is given."""
-        calls = [host.take(kept, own) for host, kept in zip(self.hosts, given, strict=True)]
+        calls = [host.take(kept, part) for host, kept in zip(self.hosts, given, strict=True)]
         return await self._settled(calls, "take")
 
     async def end(self) -> None:

@@ -26,7 +26,7 @@ from penstock.child import Child, socket_to_parent
 from penstock.environment import child_environment
 from penstock.errors import InfrastructureFailure, PenstockError
 from penstock.learn.batch import TrainBatch
-from penstock.learn.rank import Rank, RankSetup
+from penstock.learn.rank import Rank, RankSetup, StatePart
 from penstock.learn.step_metrics import StepReport
 from penstock.rollout import FailureReason, FloatArray
 from penstock.weights.channel import WriterSettings
@@ -48,7 +48,7 @@ METHODS: dict[str, tuple[Any, Any]] = {
     "load": (tuple[str], None),
     "save_hf": (tuple[str], None),
     "keep": (tuple[bool], SharedMemoryWeights),
-    "take": (tuple[SharedMemoryWeights, bool], None),
+    "take": (tuple[SharedMemoryWeights, StatePart], None),
     "write_weights": (tuple[WriterSettings, int], StoredWeights | None),
     "confirm_weights": (tuple[()], None),
     "close_weights": (tuple[()], None),
@@ -143,11 +143,14 @@ class ProcessRank:
     async def gone(self) -> None:
         await self._gone.wait()
 
+    async def node_lives(self) -> bool:
+        return True  # it is this one
+
     async def keep(self, whole: bool) -> KeptMemory:
         return KeptMemory(await self.call("keep", whole))
 
-    async def take(self, kept: KeptMemory, own: bool) -> None:
-        await self.call("take", kept.stored, own)
+    async def take(self, kept: KeptMemory, part: StatePart) -> None:
+        await self.call("take", kept.stored, part)
 
     async def end(self) -> None:
         """The process is gone when this returns."""
@@ -247,9 +250,9 @@ class _Process:
             self._kept.confirm()
             return self._kept.write(_State(self._rank.state(*arguments)))
         if call.method == "take":
-            stored, own = arguments
+            stored, part = arguments
             with stored.receive() as received:
-                return self._rank.set_state(dict(received.tensors()), own)
+                return self._rank.set_state(dict(received.tensors()), part)
         return getattr(self._rank, call.method)(*arguments)
 
 

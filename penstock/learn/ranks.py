@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock.config import to_plain
-from penstock.errors import PenstockError, RankLost, RanksUnavailable, StateLost
+from penstock.errors import PenstockError, RankLost, RanksUnavailable, StateLost, WeightSyncError
 from penstock.events import ActorLost, ActorRecovered, Observer, Warned
 from penstock.learn.batch import TrainBatch
 from penstock.learn.config import RanksConfig, TrainWorkerConfig
@@ -61,6 +61,12 @@ class TrainRanks:
         """Since the last step that was trained."""
         self._broken = Broken({})
         """What ended the last ranks."""
+        self._lost: StateLost | None = None
+        """Why there are no ranks any more."""
+        self._published: tuple[WriterSettings, int] | None = None
+        """How the weights were written last and as which model step, while the ranks have those."""
+        self._written: tuple[RankGroup, StoredWeights] | None = None
+        """Those, and the ranks that have them in their memory."""
         self._watching: asyncio.Task[None] | None = None
         self._missing: dict[int, float] = {}
         """Ranks that were lost and are not back, and since when."""
@@ -100,6 +106,9 @@ class TrainRanks:
         """Every rank writes its part; all of them must see the directory. Raises StorageError."""
         await self._call("save", _name(directory))
 
+    async def snapshot(self, *, optimizer: bool, export: bool) -> None:
+        """None: the ranks write what they hold themselves, before they go on."""
+
     async def load(self, directory: Path) -> None:
         """What any number of ranks saved. Raises CheckpointError when it does not fit."""
         await self._loop.run(self._repeated(lambda: self._load(_name(directory))))
@@ -128,12 +137,30 @@ class TrainRanks:
     async def write_weights(self, settings: WriterSettings, model_step: int) -> StoredWeights:
         """Gathered by all ranks, written by the first, wherever that is by now."""
 
-        async def write() -> Any:
-            here = msgspec.structs.replace(settings, address=self._running.address)
-            return answers(await self._running.call("write_weights", here, model_step))[0]
+        return await self._loop.run(self._repeated(lambda: self._write(settings, model_step)))
 
-        stored: StoredWeights = await self._loop.run(self._repeated(write))
-        return stored
+    async def write_again(self, model_step: int) -> StoredWeights:
+        """What was written last, where it is by now: it lies in the memory of a rank, and is gone with it.
+
+        Raises WeightSyncError when the ranks have other weights than these, StateLost when they have none.
+        """
+
+        async def write() -> StoredWeights:
+            if self._published is None or self._published[1] != model_step:
+                raise WeightSyncError(f"weights {model_step} are lost with the rank that had them; a sync brings newer")
+            stored = await self._write(*self._published)
+            answers(await self._running.call("confirm_weights"))
+            return stored
+
+        async def find() -> StoredWeights:
+            published, written = self._published, self._written
+            if published is not None and published[1] == model_step and written is not None:
+                group, stored = written
+                if group is self._group and not group.lost:
+                    return stored
+            return await self._repeated(write)
+
+        return await self._loop.run(find())
 
     async def confirm_weights(self) -> None:
         await self._call("confirm_weights")
@@ -156,6 +183,13 @@ class TrainRanks:
         assert self._group is not None
         return self._group
 
+    async def _write(self, settings: WriterSettings, model_step: int) -> StoredWeights:
+        group = self._running
+        here = msgspec.structs.replace(settings, address=group.address)
+        stored: StoredWeights = answers(await group.call("write_weights", here, model_step))[0]
+        self._published, self._written = (settings, model_step), (group, stored)
+        return stored
+
     async def _begin(self) -> None:
         try:
             await self._start()
@@ -175,6 +209,7 @@ class TrainRanks:
                     f"train step {batch.train_step} is not counted, and the ranks are as they were before it. {broken}"
                 ) from broken
             self._restarts, self._origin = 0, None
+            self._published = None
             return outcome(reports)
 
     def _ask_to_stop(self) -> None:
@@ -194,7 +229,7 @@ class TrainRanks:
             raise Broken({}, refused[0])  # some have it, some have not
         answers(settled)
         self._forget_kept()
-        self._origin = directory
+        self._origin, self._published = directory, None
 
     async def _repeated(self, call: Callable[[], Awaitable[T]]) -> T:
         """A call that leaves the state of the ranks as it is, or sets it; made again by new ranks."""
@@ -223,6 +258,8 @@ class TrainRanks:
                     await self._bring_back()
 
     async def _bring_back(self) -> None:
+        if self._lost is not None:
+            raise StateLost(str(self._lost)) from self._lost
         if self._group is None:
             await self._recover(self._broken)
         elif self._group.lost:
@@ -242,7 +279,8 @@ class TrainRanks:
                     f"{broken}. Resume when it is mended"
                 )
             if self._origin is None and not self._kept:
-                raise StateLost(f"the train ranks are lost, and their weights with them. {broken}")
+                self._lost = StateLost(f"the train ranks are lost, and their weights with them. {broken}")
+                raise self._lost
             try:
                 await self._start()
                 await self._restore()
@@ -254,8 +292,9 @@ class TrainRanks:
 
     async def _end_group(self, broken: Broken) -> None:
         """All ranks: those that were not lost could only wait for those that were."""
+        lost = await self._group.lost_with(broken.culprits) if self._group is not None else broken.culprits
         now = asyncio.get_running_loop().time()
-        for rank, reason in broken.culprits.items():
+        for rank, reason in lost.items():
             if rank not in self._missing:
                 self._missing[rank] = now
                 self._observer.notice(ActorLost(actor=f"rank-{rank}", reason=reason))
@@ -279,13 +318,14 @@ class TrainRanks:
         problem: PenstockError | None = None
         # Where each has all of it, any of those that kept it will do.
         for given in [own] if self._sharded else [[self._kept[keeper]] * len(own) for keeper in self._keepers]:
-            problem = next(iter(refusals(await group.take(given, own=self._sharded))), None)
+            problem = next(iter(refusals(await group.take(given, "weights"))), None)
             if problem is None:
-                break
-        if problem is not None:
-            raise StateLost(f"the train ranks are back, but their weights are lost: {problem}") from problem
-        if not self._sharded:
-            answers(await group.take(own, own=True))
+                answers(await group.take(own, "rng"))
+                return
+        self._lost = StateLost(f"the train ranks were lost, and what was kept of their weights with them: {problem}")
+        # They have the weights they began with: nobody may train those.
+        await self._end_group(Broken({}))
+        raise self._lost from problem
 
     async def _keep(self) -> None:
         if not self._config.keep_state:

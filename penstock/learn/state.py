@@ -62,9 +62,11 @@ def set_optimizer_state(optimizer: Optimizer, parameters: Parameters, state: Map
     return int(state["steps_done"])
 
 
-def write_state(directory: Path, model: Any, optimizer: Mapping[str, Tensor], *, shard: int | None = None) -> None:
+def write_state(
+    directory: Path, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], *, shard: int | None = None
+) -> None:
     """Raises StorageError when the disk fails or gives back something else."""
-    for name, tensors in ((MODEL, dict(weights_of(model))), (OPTIMIZER, optimizer)):
+    for name, tensors in ((MODEL, weights), (OPTIMIZER, optimizer)):
         path = directory / _file_name(name, shard)
         rows = {key: own(tensor) for key, tensor in tensors.items()}
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +18,18 @@ T = TypeVar("T")
 class OwnThread:
     """One thread, made by the first piece of work; what it runs never overlaps and comes in the order of the calls."""
 
-    def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+    def __init__(self, name: str, *, beside: bool = False) -> None:
+        """`beside` what counts: it, and the threads that its work starts, have what others leave of the processor."""
+        begin = _give_way if beside else None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=begin)
 
     async def run(self, work: Callable[[], T], *, stop: Callable[[], None] | None = None) -> T:
         """The result of `work()`. Cancelled, it calls `stop` and waits for the end of the work before it raises."""
-        return await _result(self._pool.submit(work), stop)
+        return await result_of(self._pool.submit(work), stop)
+
+    def begin(self, work: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Hand it in and do not wait: what is handed in later comes after it. See `result_of`."""
+        return self._pool.submit(work)
 
     async def close(self) -> None:
         """Waits for what runs. Work that is handed in afterwards is refused."""
@@ -41,7 +49,7 @@ class OwnLoop:
 
     async def run(self, work: Coroutine[Any, Any, T], *, stop: Callable[[], None] | None = None) -> T:
         """As `OwnThread.run`."""
-        return await _result(self._submit(work), stop)
+        return await result_of(self._submit(work), stop)
 
     def run_blocking(self, work: Coroutine[Any, Any, T]) -> T:
         return self._submit(work).result()
@@ -64,7 +72,14 @@ class OwnLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 
-async def _result(work: concurrent.futures.Future[T], stop: Callable[[], None] | None) -> T:
+def _give_way() -> None:
+    """A tenth of the share of an ordinary thread where both want the same core."""
+    if sys.platform == "linux":  # elsewhere a priority is that of the whole process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+async def result_of(work: concurrent.futures.Future[T], stop: Callable[[], None] | None = None) -> T:
+    """As `OwnThread.run` has it."""
     running = asyncio.wrap_future(work)
     try:
         return await asyncio.shield(running)

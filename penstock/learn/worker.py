@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch import Tensor
 from penstock.learn.batch import TrainBatch
 from penstock.learn.config import TrainWorkerConfig
 from penstock.learn.learner import Learner
+from penstock.learn.snapshot import Snapshot
 from penstock.learn.step_metrics import outcome
-from penstock.learn.thread import OwnThread
+from penstock.learn.thread import OwnThread, result_of
 from penstock.ports import TrainOutcome
 from penstock.rollout import FloatArray
 
@@ -38,11 +40,18 @@ class TorchTrainWorker:
         total_steps: int,
         deterministic: bool = False,
         threads: int | None = None,
+        most_threads: int | None = None,
     ) -> None:
         self._learner = Learner(
-            config, model_dir, total_steps=total_steps, deterministic=deterministic, threads=threads
+            config,
+            model_dir,
+            total_steps=total_steps,
+            deterministic=deterministic,
+            threads=threads,
+            most_threads=most_threads,
         )
         self._thread = OwnThread("penstock-train")
+        self._writing = OwnThread("penstock-write", beside=True)
 
     async def train(self, batch: TrainBatch) -> TrainOutcome:
         """One train step, all or nothing.
@@ -74,6 +83,14 @@ class TorchTrainWorker:
         """A float32 model directory with its tokenizer, which appears under its name only when it is complete."""
         await self._thread.run(lambda: self._learner.save_hf(directory))
 
+    async def snapshot(self, *, optimizer: bool, export: bool) -> WorkerSnapshot:
+        """The state as it is now, in memory of its own; it is written in a thread beside training.
+
+        Returns at once. The copy is the next thing that the model's thread does: what changes weights comes after it.
+        """
+        taken = self._thread.begin(lambda: self._learner.snapshot(optimizer=optimizer, export=export))
+        return WorkerSnapshot(taken, self._writing)
+
     @property
     def weights(self) -> ModelWeights:
         return ModelWeights(self._learner)
@@ -84,7 +101,24 @@ class TorchTrainWorker:
         return self._learner.model
 
     async def close(self) -> None:
+        await self._writing.close()
         await self._thread.close()
+
+
+class WorkerSnapshot:
+    """Implements `ports.SavedState`. Cancelled, a call returns when its work has ended."""
+
+    def __init__(self, taken: Future[Snapshot], thread: OwnThread) -> None:
+        self._taken = taken
+        self._thread = thread
+
+    async def save(self, directory: Path) -> None:
+        taken = await result_of(self._taken)
+        await self._thread.run(lambda: taken.save(directory))
+
+    async def save_hf(self, directory: Path) -> None:
+        taken = await result_of(self._taken)
+        await self._thread.run(lambda: taken.save_hf(directory))
 
 
 class ModelWeights:

@@ -17,8 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.config import Dtype
-
 _ROW_MAJOR, _PLAIN, _TRANSPOSED = 101, 111, 112
 _TILE_LEAF = 0x1D
 _Gemm = Callable[..., None]
@@ -41,21 +39,6 @@ def keep_onednn_alive() -> None:
 def has_fast_products() -> bool:
     """Whether `product` is MKL's with AMX: several times as fast as float32."""
     return _gemm() is not None
-
-
-def choose_dtype(asked: Dtype, *, fused: bool, deterministic: bool, device: str = "cpu") -> torch.dtype:
-    """What was asked for. `auto` is bfloat16 where it is fast: on a CPU for `fused` passes alone, which use `product`,
-    and not in a deterministic run, where the engine does without it."""
-    if asked != "auto":
-        return torch.bfloat16 if asked == "bfloat16" else torch.float32
-    if deterministic:
-        return torch.float32
-    kind = torch.device(device).type
-    fast = kind == "cpu" and fused and has_fast_products()
-    if kind == "cuda" and torch.cuda.is_available():
-        with torch.cuda.device(device):
-            fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if fast else torch.float32
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,10 +17,64 @@ from torch import Tensor
 from penstock.errors import ModelError
 from penstock.models.resolve import read_json
 
+_NUMBERS = frozenset(
+    {
+        *("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "head_dim"),
+        *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    }
+)
+_MEANT = _NUMBERS | {
+    *("model_type", "hidden_act", "rms_norm_eps", "rope_parameters"),
+    *("attention_bias", "mlp_bias", "tie_word_embeddings"),
+}
+"""What is asked of the configuration of a Llama."""
+_IDLE = {
+    *("architectures", "dtype", "torch_dtype", "transformers_version", "_model_name_or_path", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"),
+    *("attention_dropout", "initializer_range", "pretraining_tp"),
+}
+"""What else its file may say, and nothing follows from it here."""
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPES = ("default", "linear", "llama3", "yarn")
 """Those whose frequencies do not change with the length of the sequence."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Described(SimpleNamespace):
+    """What a file says, as a configuration of transformers has it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def get_text_config(self) -> Described:
+        return self
+
+
+def describe(model_dir: Path) -> Any:
+    """The configuration of the model in a directory: that of transformers, or the same from its file, where that says
+    all that is asked of it. Raises OSError, ValueError and KeyError, as transformers does."""
+    try:
+        fields = read_json(model_dir / "config.json")
+    except ModelError:
+        fields = {}
+    if _says_all(fields):
+        return Described(**fields)
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+
+
+def _says_all(fields: Mapping[str, Any]) -> bool:
+    """A Llama without anything unusual, as transformers 5 writes it."""
+    rope = fields.get("rope_parameters")
+    return (
+        fields.get("model_type") == "llama"
+        and _MEANT <= fields.keys() <= _MEANT | _IDLE
+        and all(type(fields[name]) is int for name in _NUMBERS)
+        and isinstance(rope, dict)
+        and rope.keys() == {"rope_type", "rope_theta"}
+        and rope["rope_type"] == "default"
+    )
 
 
 def is_like_llama(config: Any) -> bool:

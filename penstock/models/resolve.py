@@ -37,7 +37,7 @@ KNOWN_MODELS = {
 # The number grows when the same name would give other weights, so that an old cache is not taken for the new model.
 _DIRECTORIES = {
     "tiny": "tiny-1",
-    "tiny-chat": "tiny-chat-2",
+    "tiny-chat": "tiny-chat-3",
     "tiny-code": "tiny-code-1",
     "tiny-teacher": "tiny-teacher-1",
     "smollm2-135m": "smollm2-135m-4",

@@ -15,7 +15,49 @@ from pathlib import Path
 
 import torch
 
+from penstock.models.cores import Reading, ThreadCount, read_machine
+
 _SOFT = 1
+
+
+class Team:
+    """The threads of whoever computes, as many as `wanted` says; for one thread that calls it again and again."""
+
+    def __init__(self, wanted: ThreadCount, read: Callable[[], Reading | None] = read_machine) -> None:
+        self._wanted = wanted
+        self._read = read
+
+    @property
+    def count(self) -> int:
+        return self._wanted.count
+
+    @property
+    def trying(self) -> bool:
+        """Whether a new number is being timed."""
+        return self._wanted.trying
+
+    def gather(self) -> None:
+        """Before something is computed."""
+        self._look()
+        torch.set_num_threads(self._wanted.count)
+
+    def stepped(self, seconds: float, rows: int) -> None:
+        """After each of many steps: how long it took, and with how many rows."""
+        if self._wanted.fixed:
+            return
+        count = self._wanted.count
+        self._wanted.took(seconds, rows)
+        self._look()
+        if self._wanted.count != count:
+            torch.set_num_threads(self._wanted.count)
+
+    def disband(self) -> None:
+        """Nothing is computed any more."""
+        release_threads()
+
+    def _look(self) -> None:
+        if not self._wanted.fixed and (reading := self._read()) is not None:
+            self._wanted.read(reading)
 
 
 def release_threads() -> None:

@@ -44,7 +44,10 @@ def make_tiny(directory: Path, seed: int = 0, lessons: int = 400, good_lessons: 
 
     tokenizer = character_tokenizer()
     num_good = good_lessons * lessons
-    taught = _lessons(tokenizer, lessons, num_good, torch.Generator().manual_seed(seed))
+
+    def taught(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return _lessons(tokenizer, lessons, num_good, torch.Generator().manual_seed(seed))
+
     make_taught(directory, tokenizer, taught, lessons, context=CONTEXT, seed=seed)
 
 

@@ -33,7 +33,10 @@ def make_tiny_code(directory: Path, seed: int = 0, lessons: int = 300) -> None:
     import torch
 
     tokenizer = character_tokenizer()
-    taught = _lessons(tokenizer, lessons, torch.Generator().manual_seed(seed))
+
+    def taught(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return _lessons(tokenizer, lessons, torch.Generator().manual_seed(seed))
+
     make_taught(directory, tokenizer, taught, lessons, context=CONTEXT, seed=seed)
 
 

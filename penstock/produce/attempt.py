@@ -11,9 +11,11 @@ from typing import Self
 
 import msgspec
 
-from penstock.rollout import Group, RolloutState, Status
+from penstock.rollout import Group, RolloutState, Status, made_by
 
 NOBODY: frozenset[str] = frozenset()
+
+_INIT = Status.INIT
 
 
 class Attempt(msgspec.Struct, kw_only=True):
@@ -30,6 +32,8 @@ class Attempt(msgspec.Struct, kw_only=True):
     max_tries: int | None = None
     protected: bool = False
     """A pause waits for it: one of its rollouts was interrupted as often as allowed."""
+    fresh: bool = False
+    """Its group was just drawn: nothing of it was played before."""
     cut_off: bool = False
     """Its task was cancelled, so nobody has looked at what it has."""
 
@@ -46,8 +50,10 @@ class Attempt(msgspec.Struct, kw_only=True):
         newest = model_step
         kept = []
         protected = False
-        for rollout in group:
-            if rollout.status is Status.INIT:  # nearly all are: just drawn, and without a token
+        statuses = [rollout.status for rollout in group]
+        fresh = statuses.count(_INIT) == len(statuses)  # nearly all are
+        for rollout in () if fresh else group:
+            if rollout.status is _INIT:
                 continue
             newest = max([newest, *(step for step, _ in rollout.steps)])
             if rollout.status is Status.COMPLETED:
@@ -62,18 +68,18 @@ class Attempt(msgspec.Struct, kw_only=True):
             enable_partial_rollout=enable_partial_rollout,
             max_tries=max_tries,
             protected=protected,
+            fresh=fresh,
         )
 
     @property
     def playing(self) -> list[str]:
         return [rollout.rollout_id for rollout in self.group if rollout.rollout_id not in self.kept]
 
-    def has_future_tokens(self, rollout: RolloutState) -> bool:
-        """Whether a token claims weights newer than those that were served."""
-        steps = rollout.steps
-        if len(steps) == 1:  # nearly all are made by one version of the weights
-            return steps[0][0] > self.newest_step
-        return bool(steps) and max(steps)[0] > self.newest_step
+    def of_the_future(self) -> Group:
+        """Rollouts with a token that claims weights newer than those that were served."""
+        if max(made_by(self.group), default=self.newest_step) <= self.newest_step:
+            return []
+        return [rollout for rollout in self.group if max(made_by([rollout]), default=0) > self.newest_step]
 
     def interrupted(self) -> Attempt:
         """A copy, out of reach of a task that may still run: what is not complete is ABORTED."""

@@ -103,7 +103,7 @@ class ProduceContext:
 
     async def sample_group(self, group_status: Sequence[Status] = ()) -> Group:
         """A waiting group of one of these statuses, else a new one."""
-        return await self.sampler.sample(self.task_name, group_status=list(group_status))
+        return await self.sampler.sample(self.task_name, group_status=group_status)
 
     async def generate_group(
         self, group: Group, *, enable_partial_rollout: bool = False, max_tries: int | None = None
@@ -115,22 +115,31 @@ class ProduceContext:
         attempt = self.begin(group, enable_partial_rollout=enable_partial_rollout, max_tries=max_tries)
         return PlayedGroup(await self.play(attempt))
 
-    async def put_generated_group(self, group: Group) -> bool:
+    async def put_generated_group(self, played: Group | Attempt, *, durable: bool = True) -> bool:
         """Store a played group, or discard it with a reason. True only if it is COMPLETED after the put.
 
-        Returns when that is durable.
+        Returns when that is durable; with `durable=False` at once, for those who put several and flush once.
         """
-        if isinstance(group, PlayedGroup):
-            attempt = group.attempt
-            attempt.group = list(group)
-        else:
-            attempt = self.begin(group, enable_partial_rollout=True)
-            attempt.kept = NOBODY
-        completed = self.store(attempt)
-        await self.buffer.flush()
+        attempt = played if isinstance(played, Attempt) else self._attempt_at(played)
+        group = attempt.group
+        if attempt.cut_off:
+            for rollout in attempt.of_the_future():
+                self.buffer.forget_response(rollout, "retried")
+                rollout.status = Status.ABORTED
+        status = get_group_status(group)
+        window = self.progress.windows[self.task_name]
+        self._count_rollouts(attempt, status, window)
+        generated = self.buffer.tokens.generated
+        try:
+            completed = self._store(attempt, status, window)
+        finally:
+            # As the buffer counts them: those of this attempt that are kept or were forgotten.
+            window.produced_tokens += self.buffer.tokens.generated - generated
+        if durable:
+            await self.buffer.flush()
         return completed
 
-    # The same in three steps, for those who play many groups at once.
+    # Playing in two steps, for those who play many groups at once.
 
     def begin(self, group: Group, *, enable_partial_rollout: bool = False, max_tries: int | None = None) -> Attempt:
         """The attempt at a group, as it is scheduled."""
@@ -139,17 +148,16 @@ class ProduceContext:
             model_step=self.model_step,
             started_at=asyncio.get_running_loop().time(),
             # The finished turns of an agent outside are not asked again, whatever the strategy does with others.
-            enable_partial_rollout=enable_partial_rollout or not self.replayable,
+            enable_partial_rollout=enable_partial_rollout or not self._runtime.replayable,
             max_tries=max_tries,
         )
 
     async def play(self, attempt: Attempt) -> Attempt:
         """Play its group; failed rollouts are made again within their budgets, their siblings are kept."""
-        for rollout in attempt.group:
+        for rollout in () if attempt.fresh else attempt.group:
             if rollout.status is Status.EXPIRED:
                 self.buffer.forget_response(rollout, "re_rolled")
-        await self._play_once(attempt)
-        while failed := [rollout for rollout in attempt.group if rollout.status is Status.FAILED]:
+        while failed := await self._play_once(attempt):
             given_up = [rollout for rollout in failed if not self._runtime.failures.may_retry(rollout)]
             if given_up and not self._runtime.failures.may_leave(given_up, attempt.group):
                 break
@@ -159,31 +167,21 @@ class ProduceContext:
             again = [rollout for rollout in failed if rollout not in given_up]
             if again and not await self._prepare_retry(again):
                 break
-            await self._play_once(attempt)
         seconds = asyncio.get_running_loop().time() - attempt.started_at
         for rollout in attempt.group:
             rollout.group_generate_time_s = seconds
         return attempt
 
-    def store(self, attempt: Attempt) -> bool:
-        """`put_generated_group` without the wait for the disk; for those who store several and flush once."""
-        group = attempt.group
-        if attempt.cut_off:
-            for rollout in group:
-                if attempt.has_future_tokens(rollout):
-                    self.buffer.forget_response(rollout, "retried")
-                    rollout.status = Status.ABORTED
-        status = get_group_status(group)
-        window = self.progress.windows[self.task_name]
-        self._count_rollouts(attempt, status, window)
-        generated = self.buffer.tokens.generated
-        try:
-            return self._store(attempt, status, window)
-        finally:
-            # As the buffer counts them: those of this attempt that are kept or were forgotten.
-            window.produced_tokens += self.buffer.tokens.generated - generated
-
     # Inside.
+
+    def _attempt_at(self, group: Group) -> Attempt:
+        """Which one played it; for a group that a strategy made by its own means, one that begins now."""
+        if isinstance(group, PlayedGroup):
+            group.attempt.group = list(group)
+            return group.attempt
+        attempt = self.begin(group, enable_partial_rollout=True)
+        attempt.kept = NOBODY
+        return attempt
 
     def _store(self, attempt: Attempt, status: Status, window: Window) -> bool:
         group, failures = attempt.group, self._runtime.failures
@@ -216,13 +214,17 @@ class ProduceContext:
                 failures.group_too_late()
         return stored is Status.COMPLETED
 
-    async def _play_once(self, attempt: Attempt) -> None:
-        """Have the agent loop play what is not complete. What it raises or leaves undone belongs to the rollouts."""
-        for rollout in attempt.group:
+    async def _play_once(self, attempt: Attempt) -> Group:
+        """Have the agent loop play what is not complete. What it raises or leaves undone belongs to the rollouts.
+
+        Returns those that failed.
+        """
+        for rollout in () if attempt.fresh else attempt.group:
             if rollout.status is not Status.COMPLETED:
                 rollout.status = Status.INIT
                 if rollout.turns and not attempt.enable_partial_rollout and rollout.finish_reason is None:
                     self.buffer.forget_response(rollout, "aborted")
+        attempt.fresh = False
         message = ""
         try:
             attempt.group = await self.agent_loop.generate_group(
@@ -232,14 +234,16 @@ class ProduceContext:
             raise
         except Exception as error:
             message = f"{type(self.agent_loop).__name__} raised {type(error).__name__}: {error}"
-        undone = [rollout for rollout in attempt.group if rollout.status is not Status.COMPLETED]
+        group, completed = attempt.group, Status.COMPLETED
+        undone = [rollout for rollout in group if rollout.status is not completed]
         if undone:
-            self._end_undone(attempt.group, undone, message)
-        for rollout in attempt.group:
-            # Also of one that failed: an answer without a verdict is kept, and only judged again.
-            if attempt.has_future_tokens(rollout):
-                message = f"tokens are ascribed to weights newer than {attempt.model_step}: {rollout.steps}"
-                rollout.fail(Failure(FailureReason.ENGINE_NONSENSE, message, True))
+            self._end_undone(group, undone, message)
+        # Also of one that failed: an answer without a verdict is kept, and only judged again.
+        nonsense = attempt.of_the_future()
+        for rollout in nonsense:
+            message = f"tokens are ascribed to weights newer than {attempt.model_step}: {rollout.steps}"
+            rollout.fail(Failure(FailureReason.ENGINE_NONSENSE, message, True))
+        return [rollout for rollout in group if rollout.status is Status.FAILED] if undone or nonsense else []
 
     def _end_undone(self, group: Group, undone: list[RolloutState], message: str) -> None:
         """Rollouts that were left unplayed, or interrupted without a cause, are failures with a reason."""
@@ -286,7 +290,8 @@ class ProduceContext:
             self.progress.finished_groups += 1
         kept = attempt.kept
         finished = [r for r in attempt.group if r.rollout_id not in kept] if kept else attempt.group
-        scores = [r.reward.score for r in finished if r.reward is not None and r.status is Status.COMPLETED]
+        completed = Status.COMPLETED
+        scores = [r.reward.score for r in finished if r.reward is not None and r.status is completed]
         window.produced_rollouts += len(finished)
         window.raw_reward_sum += sum(scores)
         window.raw_reward_count += len(scores)

@@ -124,12 +124,16 @@ class AgentLoopManager:
             # What an earlier call that was cut off left behind, wherever it stood.
             self.buffer.discard_all(name, DiscardReason.CANCELLED)
             task.runtime.sampler.seek(0)
-        result = await self._produce_and_take({name: sizes.get(name, 0) for name in self.tasks}, train_step, model_step)
+        asked = {name: sizes.get(name, 0) for name in self.tasks}
+        result = await self._produce_and_take(asked, train_step, model_step, kept=False)
         if result.groups:
             await self.commit(train_step)
         return result
 
-    async def _produce_and_take(self, sizes: Mapping[str, int], train_step: int, model_step: int) -> ProduceBatchResult:
+    async def _produce_and_take(
+        self, sizes: Mapping[str, int], train_step: int, model_step: int, *, kept: bool = True
+    ) -> ProduceBatchResult:
+        """`kept`: what is pending when it is cut off is worth bringing home."""
         production = self._production
         await production.continue_with(model_step)
         self.progress.begin_local(sizes, train_step)
@@ -137,8 +141,11 @@ class AgentLoopManager:
         try:
             status = await production.produce(sizes, train_step)
         except BaseException:
-            # The run ends here. What does not come home now is given back by a restart.
-            await self._drain_after_failure()
+            if kept:
+                # The run ends here. What does not come home now is given back by a restart.
+                await self._drain_after_failure()
+            else:
+                self._abandon()
             raise
         # Only when all tasks are done, so that a fast one never pauses a slow one.
         await production.pause()
@@ -222,13 +229,14 @@ class AgentLoopManager:
         self.progress.begin_consume(train_step)
         self.buffer.refresh_staleness(train_step, self.tasks)
         expired = AgentLoopManagerStatus.EXPIRED_BATCH
-        may_answer = self._production.changed.wait_until(
-            lambda: (
+        may_answer = self.buffer.wait_ready(
+            sizes,
+            or_when=lambda: (
                 self._failure is not None
                 or self._status is AgentLoopManagerStatus.FINISH
-                or (self._status is expired and not self._worth_waiting(train_step, sizes))
-                or (self._status is not expired and self.buffer.is_ready(sizes))
-            )
+                or (self._status is expired and not self._worth_waiting(train_step))
+            ),
+            changed=self._production.changed,
         )
         # Watched here too: the producer may be paused, or not running at all.
         await self._production.watchdog.guard(may_answer, report=False)
@@ -249,9 +257,9 @@ class AgentLoopManager:
         self.buffer.refresh_staleness(train_step + 1, self.tasks)
         return result
 
-    def _worth_waiting(self, train_step: int, sizes: Mapping[str, int]) -> bool:
-        """Expired, without newer weights and not ready: the producer may still fill what expired."""
-        return train_step - 1 <= self.model_step and not self.buffer.is_ready(sizes) and self._shortage_can_be_filled()
+    def _worth_waiting(self, train_step: int) -> bool:
+        """Expired and without newer weights: the producer may still fill what expired."""
+        return train_step - 1 <= self.model_step and self._shortage_can_be_filled()
 
     async def pause_produce(self) -> None:
         """Stop producing and store everything that can be played again; engines are paused when it returns."""
@@ -306,15 +314,17 @@ class AgentLoopManager:
         if self._closed:
             return
         self._closed = True
-        for task in self.tasks.values():
-            # What went on over the last pause; a restart gives it back.
-            task.strategy.abandon()
+        self._abandon()  # what went on over the last pause; a restart gives it back
         loops = [task.runtime.agent_loop.close() for task in self.tasks.values()]
         for outcome in await asyncio.gather(*loops, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
 
     # Inside.
+
+    def _abandon(self) -> None:
+        for task in self.tasks.values():
+            task.strategy.abandon()
 
     def _counts(self) -> str:
         return self._production.watchdog.counts()

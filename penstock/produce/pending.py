@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Protocol
 
 from penstock.produce.attempt import Attempt
 from penstock.replay import Signal
@@ -16,8 +17,13 @@ from penstock.replay import Signal
 CANCEL_TIMEOUT_S = 10.0
 """How long a cancelled task may take to end; one that ignores its cancellation is left behind."""
 
-Store = Callable[[Attempt], object]
 Flush = Callable[[], Awaitable[object]]
+
+
+class Put(Protocol):
+    """`ProduceContext.put_generated_group`."""
+
+    async def __call__(self, played: Attempt, /, *, durable: bool) -> object: ...
 
 
 class PendingTasks:
@@ -46,7 +52,7 @@ class PendingTasks:
         self._running[task] = attempt
         task.add_done_callback(self._ended)
 
-    async def store_finished(self, store: Store, flush: Flush) -> int:
+    async def store_finished(self, put: Put, flush: Flush) -> int:
         """Claim what finished and store it; returns how many. What a task raised passes.
 
         What was stored is flushed together: it shares one fsync, and counts as pending until it is durable.
@@ -59,7 +65,7 @@ class PendingTasks:
                     task = self._finished.popleft()
                     self._storing += 1
                     begun += 1
-                    store(task.result())
+                    await put(task.result(), durable=False)
                 await flush()
             finally:
                 self._storing -= begun
@@ -67,7 +73,7 @@ class PendingTasks:
             stored += begun
         return stored
 
-    async def drain(self, store: Store, flush: Flush) -> None:
+    async def drain(self, put: Put, flush: Flush) -> None:
         """Store everything as it finishes, until nothing is pending. Waits without a deadline: callers bound it.
 
         What storing raises is raised at the end, so that nothing is left running.
@@ -75,7 +81,7 @@ class PendingTasks:
         failure: Exception | None = None
         while len(self):
             try:
-                stored = await self.store_finished(store, flush)
+                stored = await self.store_finished(put, flush)
             except Exception as error:
                 failure = failure or error
                 continue
@@ -85,7 +91,7 @@ class PendingTasks:
         if failure is not None:
             raise failure
 
-    async def cancel(self, store: Store, flush: Flush) -> int:
+    async def cancel(self, put: Put, flush: Flush) -> int:
         """Cancel what still runs and store it as ABORTED with its prompt and record; returns how many.
 
         What storing raises is raised at the end, as in `drain`.
@@ -103,7 +109,7 @@ class PendingTasks:
             for task, attempt in cancelled:
                 try:
                     finished = task.done() and not task.cancelled() and task.exception() is None
-                    store(task.result() if finished else attempt.interrupted())
+                    await put(task.result() if finished else attempt.interrupted(), durable=False)
                 except Exception as error:
                     failure = failure or error
             await flush()
@@ -113,7 +119,7 @@ class PendingTasks:
             # Also when this is cut off: what counts as pending for ever would be waited for for ever.
             self._storing -= len(cancelled)
             self._notify()
-        await self.drain(store, flush)
+        await self.drain(put, flush)
         if failure is not None:
             raise failure
         return len(cancelled)

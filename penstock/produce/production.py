@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import TypeVar
 
 from penstock.errors import DeadlineExceeded
-from penstock.events import Observer
+from penstock.events import Nobody, Observer, StageBegan, StageEnded
 from penstock.ports import Engine
 from penstock.produce.context import ProduceContext
 from penstock.produce.pause import PauseDeadlines, pause_engines
@@ -53,6 +53,8 @@ class Production:
         )
         self._tasks = tasks
         self._engine = engine
+        # Who shares an engine that somebody else pauses has no pause to tell of.
+        self._observer = observer if engine is not None else Nobody()
         self._buffer = buffer
         self._pause_deadlines = pause_deadlines
         self._stall_timeout_s = stall_timeout_s
@@ -80,6 +82,7 @@ class Production:
         """
         loop = asyncio.get_running_loop()
         started = loop.time()
+        self._observer.notice(StageBegan(stage="pause"))
         self._update_event.set()
         self.changed.notify()
         paused = asyncio.Event()
@@ -98,7 +101,9 @@ class Production:
         finally:
             pausing.cancel()
             await asyncio.gather(pausing, return_exceptions=True)
-            self._pause_time_s += loop.time() - started
+            seconds = loop.time() - started
+            self._pause_time_s += seconds
+            self._observer.notice(StageEnded(stage="pause", seconds=seconds))
 
     async def continue_with(self, model_step: int) -> None:
         """Go on with weights `model_step`, which the engines already serve."""

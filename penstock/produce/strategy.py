@@ -172,11 +172,11 @@ class PooledStrategy(ProduceStrategy):
         try:
             async with asyncio.timeout(self._pause_timeout_s):
                 if ctx.replayable:
-                    await self._pending.drain(ctx.store, ctx.buffer.flush)
+                    await self._pending.drain(ctx.put_generated_group, ctx.buffer.flush)
                 else:
-                    await self._pending.store_finished(ctx.store, ctx.buffer.flush)
+                    await self._pending.store_finished(ctx.put_generated_group, ctx.buffer.flush)
         except TimeoutError:
-            await self._pending.cancel(ctx.store, ctx.buffer.flush)
+            await self._pending.cancel(ctx.put_generated_group, ctx.buffer.flush)
         except asyncio.CancelledError:
             self._pending.abandon()
             raise
@@ -187,7 +187,7 @@ class PooledStrategy(ProduceStrategy):
             return await self.pause_produce(ctx)
         loop = asyncio.get_running_loop()
         started = loop.time()
-        await self._pending.cancel(ctx.store, ctx.buffer.flush)
+        await self._pending.cancel(ctx.put_generated_group, ctx.buffer.flush)
         return loop.time() - started
 
     def abandon(self) -> None:
@@ -207,7 +207,7 @@ class PooledStrategy(ProduceStrategy):
 
     async def store_finished(self, ctx: ProduceContext) -> int:
         """Store what finished since the last time; returns how many groups, when they are durable."""
-        return await self._pending.store_finished(ctx.store, ctx.buffer.flush)
+        return await self._pending.store_finished(ctx.put_generated_group, ctx.buffer.flush)
 
     async def wait_for_change(self, ctx: ProduceContext) -> None:
         """Until a group finished, a pause begins, the available count changes, or nothing is pending any more.

@@ -3,7 +3,10 @@
     penstock train quickstart
 
 A step asks 8 sums, 8 times each. The answer's last number is compared with the sum: 1 or 0. GRPO raises what was
-better than its siblings. 100 pairs are held out; they are asked before, during and after training.
+better than its siblings. 100 pairs are held out; they are asked before and after training.
+
+Checkpoints are those before the first step and after the last: a run that is killed trains what it has again from the
+ledger, without generating it, and the directory stays at 2.2 GB.
 """
 
 from penstock import (
@@ -45,5 +48,6 @@ trainer = RLColocateTrainerConfig(
     total_steps=25,
     train_batch_size=8,
     eval_interval=25,
+    checkpoint_interval=25,
     seed=0,
 )

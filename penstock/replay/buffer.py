@@ -12,20 +12,19 @@ from collections.abc import Callable, Iterable, Mapping
 from penstock.errors import IllegalTransition, LedgerError, NotReady
 from penstock.ports import FinishedTurn
 from penstock.replay.accounting import TokenAccount
+from penstock.replay.give_back import give_back
 from penstock.replay.lifecycle import WAITING, Conservation, DiscardReason, GroupState, Lifecycle, Transition
-from penstock.replay.restore import HeldGroup, Restored
-from penstock.replay.shelf import Entry, Order, Shelf
+from penstock.replay.restore import Restored
+from penstock.replay.shelf import Entry, Order, Shelves
 from penstock.replay.signal import Signal
-from penstock.replay.staleness import StaleRule
+from penstock.replay.staleness import ModelSteps, StaleRule
 from penstock.replay.storage import MemoryStorage, Storage
-from penstock.replay.turns import put_back_turns
 from penstock.rollout import (
+    UNKNOWN_STEP,
     Group,
     RolloutState,
     Status,
-    count_tokens,
     fill_model_steps,
-    get_group_status,
     reset_rollout_response,
 )
 
@@ -37,11 +36,10 @@ class ReplayBuffer:
     """Holds groups by task and status. One event loop, one writer."""
 
     def __init__(self, *, order: Order = "fifo", storage: Storage | None = None) -> None:
-        self._order: Order = order
         self._storage: Storage = storage or MemoryStorage()
         self._lifecycle = Lifecycle()
         self._entries: dict[str, Entry] = {}
-        self._shelves: dict[tuple[str, GroupState], Shelf] = {}
+        self._shelves = Shelves(order)
         self._leases: dict[int, list[Entry]] = {}
         self._next_sequence = 0
         self._train_step = 0
@@ -59,7 +57,7 @@ class ReplayBuffer:
             raise IllegalTransition(f"group {entry.group_id!r} is drawn twice: {self._entries[entry.group_id].story}")
         self._next_sequence += 1
         self._entries[entry.group_id] = entry
-        self._move(entry, GroupState.RUNNING, train_step=self._train_step, cursor=cursor)
+        self._move(entry, GroupState.RUNNING, train_step=self._train_step, group=group, cursor=cursor)
 
     def get(self, n: int, task: str, status: Status) -> list[Group]:
         """Up to n groups of this status, in replay order, to be played again: they are RUNNING now.
@@ -68,17 +66,19 @@ class ReplayBuffer:
         """
         if status is Status.COMPLETED:
             raise ValueError("completed groups are taken with take_batch, not played again")
-        shelf = self._shelf(task, WAITING[status])
+        shelf = self._shelves.of(task, WAITING[status])
+        if not len(shelf):  # asked for every group that is drawn
+            return []
         groups = []
         for _ in range(min(n, len(shelf))):
             entry = shelf.pop_first()
             if entry.rule is not None:
                 # Siblings may have expired since the group was shelved; they are made again with the rest.
                 entry.rule.mark_expired(entry.group, self._train_step)
+                entry.look()
             self._move(entry, GroupState.RUNNING, train_step=self._train_step)
             groups.append(entry.group)
-        if groups:
-            self.changed.notify()
+        self.changed.notify()
         return groups
 
     async def append(self, turn: FinishedTurn, *, durable: bool = False) -> None:
@@ -105,16 +105,20 @@ class ReplayBuffer:
         whole rule, or a number where expired groups wait and no token is masked. It is durable after the next `flush`.
         """
         entry = self._running(group[0].group_id, task)
-        for rollout in group:
-            fill_model_steps(rollout, model_step)
-        entry.group = group
+        made = ModelSteps.of(group)
+        if made.oldest == UNKNOWN_STEP:
+            for rollout in group:
+                fill_model_steps(rollout, model_step)
+            made = ModelSteps.of(group)
+        entry.hold(group)
+        entry.made = made
         entry.rule = StaleRule(stale_threshold) if isinstance(stale_threshold, int) else stale_threshold
-        self._count_tokens(entry)
-        status = get_group_status(group)
+        self.tokens.count(entry, group)
+        status = entry.status
         if status not in WAITING:
             raise ValueError(f"group {entry.group_id!r} is {status}; such a group is discarded, not stored")
         first = GroupState.COMPLETED if status is Status.COMPLETED else GroupState.ABORTED
-        self._move(entry, first, train_step=current_train_step, content=True)
+        self._move(entry, first, train_step=current_train_step, group=group)
         status = self._shelve(entry, current_train_step)
         self.changed.notify()
         return status
@@ -122,8 +126,8 @@ class ReplayBuffer:
     def discard(self, group: Group, task: str, reason: DiscardReason, *, train_step: int = 0) -> None:
         """End a running group for a reason; nothing of it is held any more."""
         entry = self._running(group[0].group_id, task)
-        entry.group = group
-        self._count_tokens(entry)
+        entry.hold(group)
+        self.tokens.count(entry, group)
         self._discard(entry, reason, train_step, detail=_failures(group))
         self.changed.notify()
 
@@ -133,17 +137,18 @@ class ReplayBuffer:
             if entry.state in (GroupState.LEASED, GroupState.TRAINED):
                 continue
             if entry.state is GroupState.RUNNING:
-                self._count_tokens(entry)
+                entry.look()
+                self.tokens.count(entry, entry.group)
             else:
                 assert entry.state is not None
-                self._shelf(task, entry.state).remove(entry)
+                self._shelves.of(task, entry.state).remove(entry)
             self._discard(entry, reason, self._train_step)
         self.changed.notify()
 
     def forget_response(self, rollout: RolloutState, why: str) -> int:
         """Drop a running rollout's answer to make it again; its tokens count as wasted. Returns how many."""
         n = rollout.num_tokens
-        self._waste(self._entries[rollout.group_id], why, n)
+        self.tokens.drop(self._entries[rollout.group_id], why, n)
         reset_rollout_response(rollout)
         return n
 
@@ -152,9 +157,14 @@ class ReplayBuffer:
     def is_ready(self, sizes: Mapping[str, int]) -> bool:
         return all(self.count(task, Status.COMPLETED) >= n for task, n in sizes.items())
 
-    async def wait_ready(self, sizes: Mapping[str, int]) -> None:
-        """Until `is_ready`; woken by the group that makes it so. Callers bound the wait."""
-        await self.changed.wait_until(lambda: self.is_ready(sizes))
+    async def wait_ready(
+        self, sizes: Mapping[str, int], *, or_when: Callable[[], bool] = bool, changed: Signal | None = None
+    ) -> None:
+        """Until `is_ready`, or the other condition; woken by the group that makes it so. Callers bound the wait.
+
+        `changed` is what is notified of both, when the other condition is not about the buffer.
+        """
+        await (changed or self.changed).wait_until(lambda: self.is_ready(sizes) or or_when())
 
     def take_batch(self, sizes: Mapping[str, int], *, train_step: int) -> dict[str, list[Group]]:
         """Lease the asked number of completed groups per task, in replay order; all or nothing.
@@ -171,7 +181,9 @@ class ReplayBuffer:
         if not self.is_ready(sizes):
             counts = {task: f"{self.count(task, Status.COMPLETED)} of {n}" for task, n in sizes.items()}
             raise NotReady(f"train step {train_step}: completed groups per task: {counts}")
-        taken = [entry for task, n in sizes.items() for entry in self._shelf(task, GroupState.COMPLETED).take_first(n)]
+        taken = [
+            entry for task, n in sizes.items() for entry in self._shelves.of(task, GroupState.COMPLETED).take_first(n)
+        ]
         self._require_fresh(taken, train_step)
         batch: dict[str, list[Group]] = {task: [] for task in sizes}
         for entry in taken:
@@ -189,8 +201,7 @@ class ReplayBuffer:
             )
         for entry in self._leases.pop(train_step):
             self._move(entry, GroupState.TRAINED, train_step=train_step)
-            self.tokens.trained += entry.tokens
-            self.tokens.held -= entry.tokens
+            self.tokens.train(entry)
             del self._entries[entry.group_id]
 
     def return_lease(self, train_step: int) -> dict[str, int]:
@@ -206,12 +217,12 @@ class ReplayBuffer:
     def refresh_staleness(self, train_step: int, tasks: Iterable[str] | None = None) -> dict[str, int]:
         """Expire what is too stale for `train_step`; touches only those groups. Returns how many per task."""
         self._train_step = max(self._train_step, train_step)
-        names = list(tasks) if tasks is not None else list({task for task, _ in self._shelves})
+        names = list(tasks) if tasks is not None else self._shelves.tasks()
         expired = dict.fromkeys(names, 0)
         touched = False
         for task in names:
             for state in (GroupState.COMPLETED, GroupState.ABORTED):
-                for entry in self._shelf(task, state).pop_expired(train_step):
+                for entry in self._shelves.of(task, state).pop_expired(train_step):
                     touched = True
                     if self._shelve(entry, train_step) is Status.EXPIRED:
                         expired[task] += 1
@@ -285,10 +296,11 @@ class ReplayBuffer:
         self._lifecycle.restore(snapshot.states, snapshot.discarded)
         self._next_sequence = snapshot.next_sequence
         self._train_step = checkpoint_step + 1
-        self.tokens.trained = snapshot.trained_tokens
-        self.tokens.held = sum(held.tokens for held in snapshot.held)
-        self.tokens.wasted = Counter(snapshot.wasted)
-        self.tokens.generated = self.tokens.trained + self.tokens.held + sum(self.tokens.wasted.values())
+        self.tokens.restore(
+            trained=snapshot.trained_tokens,
+            held=sum(held.tokens for held in snapshot.held),
+            wasted=snapshot.wasted,
+        )
         returned: Counter[GroupState] = Counter()
         for held in snapshot.held:
             entry = Entry.restored(held)
@@ -296,20 +308,15 @@ class ReplayBuffer:
             self._entries[entry.group_id] = entry
             if held.state in (GroupState.RUNNING, GroupState.LEASED, GroupState.TRAINED):
                 returned[held.state] += 1
-            self._give_back(entry, held)
-            entry.expires_at = entry.first_expiry(held)
-            assert entry.state is not None
-            self._shelf(entry.task, entry.state).add(entry)
+            target, group = give_back(entry, held, self.tokens)
+            if target is not entry.state:
+                self._move(entry, target, train_step=self._train_step, group=group)
+            entry.expires_at = entry.first_expiry()
+            self._shelves.of(entry.task, target).add(entry)
         self.changed.notify()
         return Restored(cursors=snapshot.cursors, trained=snapshot.trained, returned=dict(returned))
 
     # Inside.
-
-    def _shelf(self, task: str, state: GroupState) -> Shelf:
-        shelf = self._shelves.get((task, state))
-        if shelf is None:
-            shelf = self._shelves[task, state] = Shelf(self._order)
-        return shelf
 
     def _running(self, group_id: str, task: str) -> Entry:
         entry = self._entries.get(group_id)
@@ -324,73 +331,35 @@ class ReplayBuffer:
         if not stale:
             return
         for entry in taken:
-            self._shelf(entry.task, GroupState.COMPLETED).add(entry)
+            self._shelves.of(entry.task, GroupState.COMPLETED).add(entry)
         raise IllegalTransition(
             f"group {stale[0].group_id!r} is too stale for train step {train_step} (the last one it could serve is "
             f"{stale[0].expires_at - 1}); refresh the staleness before a batch is taken. Its story: {stale[0].story}"
         )
 
-    def _give_back(self, entry: Entry, held: HeldGroup) -> None:
-        """Bring a group that a restart found to the state in which it waits."""
-        if entry.state is GroupState.RUNNING:
-            changed = Status.EXPIRED in entry.statuses or bool(held.turns)
-            if changed:
-                self._give_back_turns(entry, held)
-            entry.interrupt()
-            self._move(entry, GroupState.ABORTED, train_step=self._train_step, content=changed)
-        elif entry.state in (GroupState.LEASED, GroupState.TRAINED):
-            self._move(entry, GroupState.COMPLETED, train_step=self._train_step)
-        elif entry.state is GroupState.ABORTED:
-            # Killed between the two moves of a put: the second one is made now.
-            target = WAITING[get_group_status(entry.group)]
-            if target is not GroupState.ABORTED:
-                self._move(entry, target, train_step=self._train_step)
-
-    def _give_back_turns(self, entry: Entry, held: HeldGroup) -> None:
-        """What the rollouts of a running group had, and the turns that they finished since."""
-        for rollout in entry.group:
-            if rollout.status is Status.COMPLETED:
-                continue
-            if rollout.status is Status.EXPIRED:
-                # It was being made again; what it had is as stale as before.
-                self.forget_response(rollout, "re_rolled")
-            rows = [row for row in held.turns if row.rollout_id == rollout.rollout_id]
-            gone = put_back_turns(rollout, rows, model_step=max(0, held.train_step - 1)) if rows else 0
-            self._waste(entry, "aborted", gone)
-        self._count_tokens(entry)
-
     def _shelve(self, entry: Entry, train_step: int) -> Status:
         """Apply staleness and put the entry where its status belongs, moving it if that differs from its state."""
         assert entry.rule is not None
-        self._train_step = max(self._train_step, train_step)
-        entry.expires_at = entry.rule.mark_expired(entry.group, train_step)
-        status = get_group_status(entry.group)
+        if train_step > self._train_step:
+            self._train_step = train_step
+        entry.expires_at = entry.first_expiry()
+        if entry.expires_at <= train_step:
+            entry.expires_at = entry.rule.mark_expired(entry.group, train_step)
+            entry.look()
+        status = entry.status
         if status is Status.EXPIRED and entry.rule.discard_expired:
             self._discard(entry, DiscardReason.EXPIRED, train_step)
             return status
         target = WAITING[status]
         if target is not entry.state:
             self._move(entry, target, train_step=train_step)
-        self._shelf(entry.task, target).add(entry)
+        self._shelves.of(entry.task, target).add(entry)
         return status
 
     def _discard(self, entry: Entry, reason: DiscardReason, train_step: int, detail: str = "") -> None:
         self._move(entry, GroupState.DISCARDED, train_step=train_step, reason=reason, detail=detail)
-        self.tokens.wasted[reason.value] += entry.tokens
-        self.tokens.held -= entry.tokens
+        self.tokens.discard(entry, reason.value)
         del self._entries[entry.group_id]
-
-    def _waste(self, entry: Entry, why: str, n: int) -> None:
-        if n:
-            entry.waste(why, n)
-            self.tokens.held -= n
-            self.tokens.wasted[why] += n
-
-    def _count_tokens(self, entry: Entry) -> None:
-        now = count_tokens(entry.group)
-        self.tokens.generated += now - entry.tokens
-        self.tokens.held += now - entry.tokens
-        entry.tokens = now
 
     def _move(
         self,
@@ -399,10 +368,11 @@ class ReplayBuffer:
         *,
         train_step: int = 0,
         reason: DiscardReason | None = None,
-        content: bool = False,
+        group: Group | None = None,
         cursor: int | None = None,
         detail: str = "",
     ) -> None:
+        """`group` is given when its content is new."""
         transition = Transition(
             entry.group_id,
             entry.task,
@@ -416,10 +386,11 @@ class ReplayBuffer:
             entry.statuses,
             entry.take_waste(),
             detail,
+            entry.made,
         )
-        self._lifecycle.move(transition, entry.story)
+        self._lifecycle.move(transition, lambda: entry.story)
         entry.enter(target, train_step)
-        self._storage.record(transition, entry.group if content or cursor is not None else None, cursor)
+        self._storage.record(transition, group, cursor)
 
 
 def _failures(group: Group) -> str:

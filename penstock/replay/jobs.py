@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
+from penstock.replay import history
 from penstock.replay.disk import Connection
-from penstock.replay.schema import CURSORS, DRAWS, EVENTS, GROUPS, MOVE, RESTORES, ROLLOUTS, TURNS, WASTE, CursorRow
+from penstock.replay.restore import last_event
+from penstock.replay.schema import (
+    CURSORS,
+    DRAWS,
+    EVENTS,
+    GROUPS,
+    MOVE,
+    RESTORES,
+    ROLLOUTS,
+    TURNS,
+    WASTE,
+    CursorRow,
+    GroupRow,
+)
 from penstock.replay.table import Sealed
 
 PRUNED_AT_ONCE = 256
@@ -19,12 +34,12 @@ class Write(msgspec.Struct, frozen=True, gc=False):
 
     sequence: int
     event: Sealed
-    group: Sealed
+    group: GroupRow
+    """Without its checksum, like the cursor: only the last one of a transaction is written."""
     source: str | None
     draw: Sealed | None = None
     rollouts: Sealed | None = None
     cursor: CursorRow | None = None
-    """Without its checksum: only the last one of a transaction is written."""
     waste: tuple[Sealed, ...] = ()
     ends_turns: bool = False
     """The group has turns and is no longer played: what it keeps is in its rollouts."""
@@ -49,6 +64,8 @@ class Restart(msgspec.Struct, frozen=True, gc=False):
 class Prune(msgspec.Struct):
     """Drop the contents of the next groups that need none any more, in order of their drawing."""
 
+    path: Path
+    """Of the ledger, for messages."""
     checkpoint_step: int
     after: int
     dropped: list[int] = []
@@ -90,7 +107,7 @@ def apply(connection: Connection, jobs: Sequence[Job]) -> None:
 
 def _apply_writes(connection: Connection, writes: Sequence[Write]) -> None:
     """Table by table, which is several times faster than row by row; of what changes in place, the last of each."""
-    groups: dict[int, Sealed] = {}
+    groups: dict[int, GroupRow] = {}
     sources: dict[int, str | None] = {}
     for write in writes:
         groups[write.sequence] = write.group
@@ -99,7 +116,7 @@ def _apply_writes(connection: Connection, writes: Sequence[Write]) -> None:
     cursors = {write.cursor.task: write.cursor for write in writes if write.cursor}
     for sql, rows in (
         (EVENTS.insert, [write.event for write in writes]),
-        (GROUPS.insert, [groups[sequence] for sequence, source in sources.items() if source is None]),
+        (GROUPS.insert, [GROUPS.seal(groups[sequence]) for sequence, source in sources.items() if source is None]),
         (DRAWS.insert, [write.draw for write in writes if write.draw]),
         (ROLLOUTS.replace, list(contents.values())),
         (CURSORS.replace, [CURSORS.seal(cursor) for cursor in cursors.values()]),
@@ -107,7 +124,11 @@ def _apply_writes(connection: Connection, writes: Sequence[Write]) -> None:
     ):
         if rows:
             connection.executemany(sql, rows)
-    moved = [MOVE.parameters(groups[sequence], source) for sequence, source in sources.items() if source is not None]
+    moved = [
+        MOVE.parameters(GROUPS.seal(groups[sequence]), source)
+        for sequence, source in sources.items()
+        if source is not None
+    ]
     if moved:
         before = connection.total_changes
         connection.executemany(MOVE.sql, moved)
@@ -118,11 +139,16 @@ def _apply_writes(connection: Connection, writes: Sequence[Write]) -> None:
 def _apply_prune(connection: Connection, job: Prune) -> None:
     # The draws say which groups have content: their rows are small, those of the rollouts are not.
     rows = connection.execute(
-        """SELECT sequence FROM draws JOIN groups USING (sequence)
-           WHERE sequence > ? AND (state = 'discarded' OR (state = 'trained' AND train_step <= ?))
-           ORDER BY sequence LIMIT ?""",
+        """SELECT draws.sequence FROM draws CROSS JOIN groups USING (sequence)
+           WHERE draws.sequence > ? AND (state = 'discarded' OR (state = 'trained' AND train_step <= ?))
+           ORDER BY draws.sequence LIMIT ?""",
         (job.after, job.checkpoint_step, PRUNED_AT_ONCE),
     ).fetchall()
+    job.dropped = [sequence for (sequence,) in rows]
+    if not rows:
+        return
+    among = f"WHERE groups.sequence IN ({', '.join('?' * len(rows))})"
+    over = GROUPS.read(connection, job.path, among, job.dropped)
+    history.fold(connection, job.path, over, last_event(connection))
     connection.executemany(DRAWS.delete("sequence"), rows)
     connection.executemany(ROLLOUTS.delete("sequence"), rows)
-    job.dropped = [sequence for (sequence,) in rows]

@@ -19,7 +19,8 @@ from typing import Self
 
 from penstock.errors import LedgerError, StorageError
 from penstock.ports import FinishedTurn
-from penstock.replay import codec, schema, wal
+from penstock.replay import codec, history, schema, wal
+from penstock.replay.check import CHECKED_AT_ONCE, Checking, check_rows
 from penstock.replay.disk import Connection, Disk, SqliteDisk
 from penstock.replay.jobs import PRUNED_AT_ONCE, AppendTurn, Job, Prune, Restart, Write, apply
 from penstock.replay.lifecycle import GroupState, Transition
@@ -29,7 +30,6 @@ from penstock.replay.restore import Snapshot, check_lineage, last_event, read_sn
 from penstock.replay.schema import (
     DRAWS,
     EVENTS,
-    GROUPS,
     RESTORES,
     ROLLOUTS,
     TURNS,
@@ -48,6 +48,7 @@ from penstock.replay.writer import InlineWriter, ThreadWriter, Writer
 from penstock.rollout import Group
 
 LEDGER_FILE = "ledger.sqlite"
+FINAL = frozenset({GroupState.TRAINED, GroupState.DISCARDED})
 STATE_NAMES = {state: state.value for state in GroupState}
 """As plain strings: SQLite looks longer at a member of an enumeration."""
 
@@ -64,6 +65,7 @@ class Ledger:
         threaded: bool,
         clock: Callable[[], float],
         flush_timeout_s: float,
+        checking: Checking | None = None,
     ) -> None:
         self.path = path
         self._connection = connection
@@ -81,6 +83,8 @@ class Ledger:
         """Of each group that may still move."""
         self._with_turns: set[int] = set()
         """The groups that have rows among the turns."""
+        self.checking = checking
+        """The check of a large ledger, beside the run."""
         self._turns = 0
         """The id of the last turn."""
 
@@ -93,8 +97,12 @@ class Ledger:
         threaded: bool = True,
         clock: Callable[[], float] = time.time,
         flush_timeout_s: float = 60.0,
+        checked_at_once: int = CHECKED_AT_ONCE,
     ) -> Self:
         """Open the run's ledger, or begin one. With `threaded=False` every record is written at once, by the caller.
+
+        One of more bytes than `checked_at_once` is checked beside the run; damage found there is raised by what is
+        recorded or flushed next.
 
         Raises LedgerError when it is held by another process, damaged, or of a format that cannot be read, and
         StorageError when a new one cannot be written.
@@ -102,6 +110,7 @@ class Ledger:
         path = run_dir / LEDGER_FILE
         lock = lock_directory(run_dir)
         connection: Connection | None = None
+        later = False
         try:
             wal.check(path)
             connection = (disk or SqliteDisk()).connect(path)
@@ -110,11 +119,25 @@ class Ledger:
                 _sync_directory(run_dir)
             else:
                 schema.check_format(connection, path)
-                schema.check_structure(connection, path)
+                later = threaded and path.stat().st_size > checked_at_once
+                if not later:
+                    schema.check_structure(connection, path)
                 migrate(connection, path)
+                if not later:
+                    check_rows(connection, path)
+                history.bring_up(connection, path)
                 # A log begun anew: what two torn ends in a row leave behind could look like damage.
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-            return cls(connection, lock, path, threaded=threaded, clock=clock, flush_timeout_s=flush_timeout_s)
+            checking = Checking(path) if later else None
+            return cls(
+                connection,
+                lock,
+                path,
+                threaded=threaded,
+                clock=clock,
+                flush_timeout_s=flush_timeout_s,
+                checking=checking,
+            )
         except BaseException as error:
             if connection is not None:
                 connection.close()
@@ -158,12 +181,14 @@ class Ledger:
     def record(self, transition: Transition, group: Group | None = None, cursor: int | None = None) -> None:
         if not self._loaded:
             raise LedgerError(f"{self.path} holds the groups of an earlier process; restore them before drawing more")
+        if self.checking is not None:
+            self._raise_damage()
         if self._restart is not None:
             self._submit(self._restart)
             self._restart = None
         self._submit(self._encode(transition, group, cursor))
         self._position += 1
-        if transition.target is GroupState.TRAINED or transition.target is GroupState.DISCARDED:
+        if transition.target in FINAL:
             # No move of this process leaves these.
             del self._last_events[transition.sequence]
         else:
@@ -179,6 +204,8 @@ class Ledger:
         self._with_turns.add(sequence)
 
     async def flush(self) -> None:
+        if self.checking is not None:
+            self._raise_damage()
         if self._writer is not None:
             await self._writer.wait(self._ticket)
 
@@ -189,7 +216,7 @@ class Ledger:
         """
         after = -1
         while True:
-            job = Prune(oldest_retained_checkpoint_step, after)
+            job = Prune(self.path, oldest_retained_checkpoint_step, after)
             self._submit(job)
             await self.flush()
             if len(job.dropped) < PRUNED_AT_ONCE:
@@ -198,6 +225,8 @@ class Ledger:
 
     async def close(self) -> None:
         try:
+            if self.checking is not None:
+                await self.checking.stop()
             if self._writer is not None:
                 await self._writer.close()
             else:
@@ -206,6 +235,10 @@ class Ledger:
             self._lock.release()
 
     # Inside.
+
+    def _raise_damage(self) -> None:
+        if self.checking is not None and self.checking.damage is not None:
+            raise self.checking.damage
 
     def _submit(self, job: Job) -> None:
         if self._writer is None:
@@ -229,9 +262,9 @@ class Ledger:
             drawn_to = CursorRow(task, cursor)
             size = len(content)
         elif group is not None:
-            oldest, oldest_newest, newest = codec.model_steps(group)
+            oldest, newest = transition.made.oldest, transition.made.newest
             content = self._rollouts.encode(group)
-            rollouts = ROLLOUTS.seal(RolloutsRow(sequence, content, oldest, oldest_newest))
+            rollouts = ROLLOUTS.seal(RolloutsRow(sequence, content, oldest, transition.made.oldest_newest))
             size = len(content)
         now, detail = self._clock(), transition.detail
         statuses = codec.encode_statuses(transition.statuses)
@@ -242,13 +275,13 @@ class Ledger:
         return Write(
             sequence,
             EVENTS.seal(moved),
-            GROUPS.seal(after),
+            after,
             STATE_NAMES[transition.source] if transition.source is not None else None,
             draw,
             rollouts,
             drawn_to,
             tuple([WASTE.seal(WasteRow(event, why, n)) for why, n in transition.wasted]) if transition.wasted else (),
-            sequence in self._with_turns and transition.source is GroupState.RUNNING,
+            bool(self._with_turns) and sequence in self._with_turns and transition.source is GroupState.RUNNING,
             size,
         )
 

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from penstock.errors import IllegalTransition
+from penstock.replay.staleness import UNMADE, ModelSteps
 from penstock.rollout import Status
 
 
@@ -70,6 +71,8 @@ ALLOWED: dict[GroupState | None, frozenset[GroupState]] = {
 }
 """From each state (None: not yet drawn), the states a group may go to."""
 
+_DISCARDED = _S.DISCARDED
+
 
 class Transition(msgspec.Struct, frozen=True, gc=False):
     """One arrow of the diagram, as it is recorded."""
@@ -93,6 +96,8 @@ class Transition(msgspec.Struct, frozen=True, gc=False):
     """Tokens the group dropped since the transition before, by reason."""
     detail: str = ""
     """For people: what the failed rollouts of a discarded group said."""
+    made: ModelSteps = UNMADE
+    """Which weights made its tokens, when it was last stored."""
 
 
 class Conservation(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,22 +119,22 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self.drawn: Counter[str] = Counter()
-        self._states: dict[str, Counter[GroupState]] = {}
+        # Plain, with all states from the beginning: a counter takes several times as long to be written to.
+        self._states: dict[str, dict[GroupState, int]] = {}
         self._discarded: dict[str, Counter[DiscardReason]] = {}
 
-    def move(self, transition: Transition, story: str = "") -> None:
+    def move(self, transition: Transition, story: Callable[[], str] = str) -> None:
         """Check and count one move. Raises IllegalTransition with the group's story."""
         source, target, reason, task = transition.source, transition.target, transition.reason, transition.task
-        if target not in ALLOWED[source] or (target is GroupState.DISCARDED) != (reason is not None):
+        if target not in ALLOWED[source] or (target is _DISCARDED) != (reason is not None):
             raise IllegalTransition(
                 f"group {transition.group_id!r} of task {task!r} cannot go from {source} to {target}"
                 f"{f' ({reason})' if reason else ''} at train step {transition.train_step}."
-                f" Its story: {story or 'none yet'}"
+                f" Its story: {story() or 'none yet'}"
             )
         states = self._states.get(task)
         if states is None:
-            states = self._states[task] = Counter()
-            self._discarded[task] = Counter()
+            states = self._begin(task)
         if source is None:
             self.drawn[task] += 1
         else:
@@ -143,8 +148,8 @@ class Lifecycle:
     ) -> None:
         """Begin with these counts per task, as if all their moves had been made here."""
         for task, counts in states.items():
-            self._states[task] = Counter(counts)
-            self._discarded[task] = Counter(discarded.get(task, {}))
+            self._begin(task).update(counts)
+            self._discarded[task].update(discarded.get(task, {}))
             self.drawn[task] = sum(counts.values())
 
     def count(self, task: str, state: GroupState) -> int:
@@ -167,3 +172,8 @@ class Lifecycle:
             states={state: states[state] for state in GroupState},
             discarded=dict(discarded),
         )
+
+    def _begin(self, task: str) -> dict[GroupState, int]:
+        self._states[task] = dict.fromkeys(GroupState, 0)
+        self._discarded[task] = Counter()
+        return self._states[task]

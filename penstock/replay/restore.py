@@ -13,10 +13,24 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import LedgerError
+from penstock.replay import history
 from penstock.replay.codec import StoredGroup, decode_statuses, encode_statuses
 from penstock.replay.disk import Connection
 from penstock.replay.lifecycle import DiscardReason, GroupState
-from penstock.replay.schema import CURSORS, DRAWS, GROUPS, RESTORES, ROLLOUTS, TURNS, WASTE, GroupRow, TurnRow
+from penstock.replay.schema import (
+    CURSORS,
+    DRAWS,
+    EVENTS,
+    GROUPS,
+    PAST,
+    PAST_WASTE,
+    RESTORES,
+    ROLLOUTS,
+    TURNS,
+    GroupRow,
+    TurnRow,
+)
+from penstock.replay.staleness import UNMADE, ModelSteps
 from penstock.replay.table import damaged
 from penstock.replay.turns import require_turns
 from penstock.rollout import Status
@@ -33,8 +47,7 @@ class HeldGroup(msgspec.Struct, frozen=True):
     train_step: int
     tokens: int
     statuses: tuple[Status, ...]
-    oldest: int | None
-    oldest_newest: int | None
+    made: ModelSteps
     event: int
     """Its last one."""
     content: StoredGroup
@@ -70,15 +83,18 @@ class Restored(msgspec.Struct, frozen=True):
 
 
 def read_snapshot(connection: Connection, checkpoint_step: int, path: Path) -> Snapshot:
-    """Raises LedgerError when a row does not have its checksum or a content that is needed is not there."""
-    snapshot = Snapshot()
-    events = 0
+    """Costs what is live, not what was ever drawn: of the rest the sums are read.
+
+    Raises LedgerError when a row does not have its checksum or a content that is needed is not there.
+    """
+    snapshot = Snapshot(position=last_event(connection), next_sequence=history.drawn_groups(connection))
+    _read_past(connection, snapshot, checkpoint_step, path)
     live: list[GroupRow] = []
-    for group in GROUPS.read(connection, path):
-        if group.sequence != snapshot.next_sequence:
-            raise damaged(path, f"group {snapshot.next_sequence} of the order of draws is missing")
-        snapshot.next_sequence += 1
-        events = max(events, group.event)
+    for group in GROUPS.read(connection, path, "WHERE groups.sequence IN (SELECT sequence FROM draws)"):
+        if group.event > snapshot.position:
+            raise damaged(
+                path, f"the last event is {snapshot.position}, but group {group.group_id!r} knows of {group.event}"
+            )
         snapshot.states.setdefault(group.task, Counter())[GroupState(group.state)] += 1
         snapshot.trained.setdefault(group.task, 0)
         if group.state == GroupState.DISCARDED:
@@ -90,17 +106,44 @@ def read_snapshot(connection: Connection, checkpoint_step: int, path: Path) -> S
             snapshot.trained_tokens += group.tokens
         else:
             live.append(group)
-    snapshot.position = last_event(connection)
-    if snapshot.position != events:
-        raise damaged(path, f"the last event is {snapshot.position}, but the groups know of {events}")
-    (drawn,) = connection.execute("SELECT coalesce(max(sequence) + 1, 0) FROM events").fetchone()
-    if drawn != snapshot.next_sequence:
-        raise damaged(path, f"{drawn} groups were drawn, {snapshot.next_sequence} are there")
-    for waste in WASTE.read(connection, path):
-        snapshot.wasted[waste.reason] += waste.tokens
+    _check_last_event(connection, snapshot.position, path)
     snapshot.cursors = {row.task: row.cursor for row in CURSORS.read(connection, path)}
     snapshot.held = list(_held(connection, live, checkpoint_step, path))
     return snapshot
+
+
+def _read_past(connection: Connection, snapshot: Snapshot, checkpoint_step: int, path: Path) -> None:
+    """What needs no content any more, in sums."""
+    for past in PAST.read(connection, path):
+        states = snapshot.states.setdefault(past.task, Counter())
+        snapshot.trained.setdefault(past.task, 0)
+        if past.outcome != GroupState.TRAINED:
+            states[GroupState.DISCARDED] += past.groups
+            snapshot.discarded.setdefault(past.task, Counter())[DiscardReason(past.outcome)] += past.groups
+            snapshot.wasted[past.outcome] += past.tokens
+        elif past.last_step > checkpoint_step:
+            raise LedgerError(
+                f"{path}: what task {past.task!r} trained up to step {past.last_step} has no content any more; "
+                f"checkpoint {checkpoint_step} is older than what the ledger keeps. Resume from a later checkpoint"
+            )
+        else:
+            states[GroupState.TRAINED] += past.groups
+            snapshot.trained[past.task] += past.groups
+            snapshot.trained_tokens += past.tokens
+    for row in PAST_WASTE.read(connection, path):
+        snapshot.wasted[row.reason] += row.tokens
+    for waste in history.new_waste(connection, path):
+        snapshot.wasted[waste.reason] += waste.tokens
+
+
+def _check_last_event(connection: Connection, position: int, path: Path) -> None:
+    """That the ledger ends as it was written: the last event is the last of its group."""
+    if not position:
+        return
+    event = EVENTS.find(connection, path, id=position)
+    group = GROUPS.find(connection, path, sequence=event.sequence) if event is not None else None
+    if group is None or group.event != position:
+        raise damaged(path, f"the last event is {position}, but its group does not know of it")
 
 
 def check_lineage(connection: Connection, checkpoint_step: int, position: int, path: Path) -> None:
@@ -128,7 +171,7 @@ def last_event(connection: Connection) -> int:
 
 def _held(connection: Connection, live: Iterable[GroupRow], checkpoint_step: int, path: Path) -> Iterator[HeldGroup]:
     # The groups say which contents are needed: those of the others are many, and may be dropped.
-    where = """JOIN groups USING (sequence)
+    where = """CROSS JOIN groups USING (sequence)
                WHERE groups.state != 'discarded' AND NOT (groups.state = 'trained' AND groups.train_step <= ?)"""
     draws = DRAWS.read(connection, path, where, (checkpoint_step,))
     played = ROLLOUTS.read(connection, path, where, (checkpoint_step,))
@@ -138,13 +181,10 @@ def _held(connection: Connection, live: Iterable[GroupRow], checkpoint_step: int
     draw, rollouts = next(draws, None), next(played, None)
     for group in live:
         if draw is None or draw.sequence != group.sequence:
-            raise LedgerError(
-                f"{path}: group {group.group_id!r} ({group.state} at step {group.train_step}) has no content any more; "
-                f"checkpoint {checkpoint_step} is older than what the ledger keeps. Resume from a later checkpoint"
-            )
-        content = oldest = oldest_newest = None
+            raise damaged(path, f"the content of group {group.group_id!r} is missing")
+        content, made = None, UNMADE
         if rollouts is not None and rollouts.sequence == group.sequence:
-            content, oldest, oldest_newest = rollouts.content, rollouts.oldest, rollouts.oldest_newest
+            content, made = rollouts.content, ModelSteps(rollouts.oldest, rollouts.oldest_newest)
             rollouts = next(played, None)
         elif group.tokens or set(group.statuses) - set(UNPLAYED):
             raise damaged(path, f"the rollouts of group {group.group_id!r} are missing")
@@ -162,8 +202,7 @@ def _held(connection: Connection, live: Iterable[GroupRow], checkpoint_step: int
             group.train_step,
             group.tokens,
             statuses,
-            oldest,
-            oldest_newest,
+            made,
             group.event,
             stored,
             mine,

@@ -8,9 +8,10 @@
     cursors   how far each task's sampler is, written with the draw
     waste     tokens dropped by groups that live on, per event
     restores  from which checkpoint the run was restarted, and when
+    past      sums of the groups whose content was dropped, and past_waste of the waste until then (see `history`)
     meta      run id, time of creation
 
-Counts are not stored: they are derived from these rows.
+Counts of what is live are not stored: they are derived from these rows.
 """
 
 from __future__ import annotations
@@ -97,6 +98,23 @@ class WasteRow(Row, frozen=True, gc=False):
     tokens: int
 
 
+class PastRow(Row, frozen=True, gc=False):
+    task: str
+    outcome: str
+    """`trained`, or the reason of the discard."""
+    groups: int
+    tokens: int
+    last_step: int
+    """The highest train step among them."""
+
+
+class PastWasteRow(Row, frozen=True, gc=False):
+    reason: str
+    tokens: int
+    event: int
+    """Up to which one it is the sum; the same in all rows."""
+
+
 class RestoreRow(Row, frozen=True, gc=False):
     id: int
     event: int
@@ -127,8 +145,22 @@ TURNS = Table("turns", TurnRow, key=["id"], indexes={"turns_of_group": Index(("s
 CURSORS = Table("cursors", CursorRow, key=["task"])
 WASTE = Table("waste", WasteRow, key=["event", "reason"])
 RESTORES = Table("restores", RestoreRow, key=["id"])
+PAST = Table("past", PastRow, key=["task", "outcome"])
+PAST_WASTE = Table("past_waste", PastWasteRow, key=["reason"])
 
-TABLES: tuple[Table[Any], ...] = (META, GROUPS, EVENTS, DRAWS, ROLLOUTS, TURNS, CURSORS, WASTE, RESTORES)
+TABLES: tuple[Table[Any], ...] = (
+    META,
+    GROUPS,
+    EVENTS,
+    DRAWS,
+    ROLLOUTS,
+    TURNS,
+    CURSORS,
+    WASTE,
+    RESTORES,
+    PAST,
+    PAST_WASTE,
+)
 
 MOVE = Update(GROUPS, "sequence", "state", ["state", "train_step", "reason", "tokens", "statuses", "event"])
 """A group's row after a transition, if it is in the state that the transition leaves."""

@@ -5,6 +5,7 @@ Both heaps delete lazily: an item whose entry left, or came back with another ex
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Iterator
 from typing import Literal
@@ -14,10 +15,18 @@ import msgspec
 from penstock.replay.codec import StoredGroup
 from penstock.replay.lifecycle import GroupState
 from penstock.replay.restore import HeldGroup
-from penstock.replay.staleness import NEVER, StaleRule
-from penstock.rollout import Group, RolloutState, Status
+from penstock.replay.staleness import NEVER, UNMADE, ModelSteps, StaleRule
+from penstock.rollout import Group, RolloutState, Status, get_group_status
 
 Order = Literal["fifo", "stalest_first"]
+
+_COMPLETED = Status.COMPLETED
+
+
+@functools.lru_cache(maxsize=4096)
+def _one(statuses: tuple[Status, ...]) -> tuple[Status, ...]:
+    """One object for all groups whose rollouts stand alike: the garbage collector looks at each that is held."""
+    return statuses
 
 
 class Entry(msgspec.Struct, gc=False):
@@ -34,50 +43,71 @@ class Entry(msgspec.Struct, gc=False):
     draw: int
     _rollouts: tuple[RolloutState, ...] | None = None
     _stored: StoredGroup | None = None
-    _statuses: tuple[Status, ...] = ()
+    statuses: tuple[Status, ...] = ()
+    """Of its rollouts, when they were last looked at: nobody changes them while the group waits or is trained."""
+    made: ModelSteps = UNMADE
+    """Which weights made its tokens, when it was last stored."""
     state: GroupState | None = None
     rule: StaleRule | None = None
     expires_at: int = NEVER
     tokens: int = 0
     """Tokens counted as held. Below zero while a running group has dropped tokens that are not yet counted."""
     _wasted: dict[str, int] | None = None
-    story: str = ""
-    """The states it was in, as `state@train step`."""
+    _moves: tuple[str | int, ...] = ()
+    """The states it was in, and after each the train step."""
 
     @classmethod
     def drawn(cls, group: Group, sequence: int) -> Entry:
         first = group[0]
-        return cls(first.group_id, first.task_name, sequence, first.draw, tuple(group))
+        entry = cls(first.group_id, first.task_name, sequence, first.draw)
+        entry.hold(group)
+        return entry
 
     @classmethod
     def restored(cls, held: HeldGroup) -> Entry:
         content = held.content
         entry = cls(content.group_id, content.task, held.sequence, content.draw, None, content, held.statuses)
+        entry.made = held.made
         entry.tokens = held.tokens
         entry.enter(held.state, held.train_step)
         return entry
 
     def enter(self, state: GroupState, train_step: int) -> None:
         self.state = state
-        self.story = f"{self.story} -> {state.value}@{train_step}" if self.story else f"{state.value}@{train_step}"
+        self._moves += (state._value_, train_step)
+
+    @property
+    def story(self) -> str:
+        """The states it was in, as `state@train step`."""
+        moves = self._moves
+        return " -> ".join(f"{state}@{step}" for state, step in zip(moves[::2], moves[1::2], strict=True))
 
     @property
     def group(self) -> Group:
         """Its rollouts; after a restart they stay bytes until someone looks."""
         if self._rollouts is None:
             assert self._stored is not None
-            self._rollouts = tuple(self._stored.decode(self._statuses))
+            self._rollouts = tuple(self._stored.decode(self.statuses))
             self._stored = None
         return list(self._rollouts)
 
-    @group.setter
-    def group(self, group: Group) -> None:
+    def hold(self, group: Group) -> None:
+        """These are its rollouts now, with the statuses that they have."""
         self._rollouts = tuple(group)
         self._stored = None
+        self.look()
+
+    def look(self) -> None:
+        """The rollouts were played, or some expired: their statuses are others."""
+        if self._rollouts is not None:
+            self.statuses = _one(tuple([rollout.status for rollout in self._rollouts]))
 
     @property
-    def statuses(self) -> tuple[Status, ...]:
-        return self._statuses if self._rollouts is None else tuple([rollout.status for rollout in self._rollouts])
+    def status(self) -> Status:
+        """The group's, as its rollouts have it. Raises ValueError when one was not played."""
+        if self.statuses.count(_COMPLETED) == len(self.statuses):
+            return _COMPLETED
+        return get_group_status(self.group)
 
     def has_rollout(self, rollout_id: str) -> bool:
         return any(rollout.rollout_id == rollout_id for rollout in self.group)
@@ -95,21 +125,17 @@ class Entry(msgspec.Struct, gc=False):
 
     def interrupt(self) -> None:
         """A restart found the group running: all that is not complete is ABORTED."""
-        if self._rollouts is None:
-            self._statuses = tuple(s if s is Status.COMPLETED else Status.ABORTED for s in self._statuses)
-            return
-        for rollout in self._rollouts:
+        for rollout in self._rollouts or ():
             if rollout.status is not Status.COMPLETED:
                 rollout.status = Status.ABORTED
+        self.statuses = tuple([s if s is Status.COMPLETED else Status.ABORTED for s in self.statuses])
 
-    def first_expiry(self, held: HeldGroup) -> int:
-        """When the first of its rollouts will be too stale; from what the ledger says, if that is enough."""
+    def first_expiry(self) -> int:
+        """When the first of its rollouts that are not yet expired will be too stale."""
         assert self.rule is not None
-        if self._rollouts is not None or Status.EXPIRED in self._statuses:
+        if Status.EXPIRED in self.statuses or Status.MAX_TRIES in self.statuses:
             return self.rule.first_expiry(self.group)
-        if held.oldest is None or held.oldest_newest is None:
-            return NEVER
-        return self.rule.limit(held.oldest, held.oldest_newest)
+        return self.rule.limit(self.made.oldest, self.made.oldest_newest)
 
 
 class Shelf:
@@ -154,3 +180,20 @@ class Shelf:
             if entry is not None and entry.expires_at == key:
                 del self._entries[sequence]
                 yield entry
+
+
+class Shelves:
+    """A shelf for each task and state, made when it is first asked for."""
+
+    def __init__(self, order: Order) -> None:
+        self._order: Order = order
+        self._shelves: dict[tuple[str, GroupState], Shelf] = {}
+
+    def of(self, task: str, state: GroupState) -> Shelf:
+        shelf = self._shelves.get((task, state))
+        if shelf is None:
+            shelf = self._shelves[task, state] = Shelf(self._order)
+        return shelf
+
+    def tasks(self) -> list[str]:
+        return list({task for task, _ in self._shelves})

@@ -23,10 +23,11 @@ class Signal:
     def notify(self) -> None:
         for follower in self._followers:
             follower.notify()
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiters.clear()
+        if self._waiters:
+            for waiter in self._waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._waiters.clear()
 
     async def wait(self) -> None:
         """Until the next change. Waits without a deadline: callers bound it."""

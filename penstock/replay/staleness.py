@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.rollout import Group, RolloutState, Status
+from penstock.rollout import Group, RolloutState, Status, made_by
 
 NEVER = 1 << 60
 """The train step at which something without tokens expires."""
@@ -37,6 +37,29 @@ def calculate_seq_staleness(model_step: int, train_step: int) -> int:
     return max(0, train_step - model_step - 1)
 
 
+class ModelSteps(msgspec.Struct, frozen=True, gc=False):
+    """Which weights made a group's tokens. The first two decide when the first of its rollouts expires."""
+
+    oldest: int | None = None
+    oldest_newest: int | None = None
+    """The lowest of the rollouts' newest."""
+    newest: int | None = None
+
+    @classmethod
+    def of(cls, group: Group) -> ModelSteps:
+        made = made_by(group)
+        if len(made) == 1:  # nearly always
+            (step,) = made
+            return cls(step, step, step)
+        if not made:
+            return UNMADE
+        return cls(min(made), min([max(steps)[0] for rollout in group if (steps := rollout.steps)]), max(made))
+
+
+UNMADE = ModelSteps()
+"""Of a group without a token."""
+
+
 class StaleRule(msgspec.Struct, frozen=True, gc=False):
     """When a task's rollouts expire, and what happens to them then."""
 
@@ -47,14 +70,12 @@ class StaleRule(msgspec.Struct, frozen=True, gc=False):
     def expires_at(self, rollout: RolloutState) -> int:
         """The first train step for which this rollout is too stale; NEVER without tokens of known origin."""
         steps = rollout.steps
-        if not steps:
-            return NEVER
-        if len(steps) == 1:  # nearly all are: made by one version of the weights
-            return self.limit(steps[0][0], steps[0][0])
-        return self.limit(min(steps)[0], max(steps)[0])
+        return self.limit(min(steps)[0], max(steps)[0]) if steps else NEVER
 
-    def limit(self, oldest: int, newest: int) -> int:
-        """The first train step for which tokens of these model steps are too stale."""
+    def limit(self, oldest: int | None, newest: int | None) -> int:
+        """The first train step for which tokens of these model steps are too stale; NEVER when there are none."""
+        if oldest is None or newest is None:
+            return NEVER
         if self.token_stale_threshold is not None and self.token_stale_threshold <= self.stale_threshold:
             # Older tokens are masked before they could expire the rollout, so its newest token decides.
             return newest + 1 + self.token_stale_threshold
@@ -67,13 +88,10 @@ class StaleRule(msgspec.Struct, frozen=True, gc=False):
 
     def mark_expired(self, group: Group, train_step: int) -> int:
         """Set the rollouts that are too stale to EXPIRED; returns the step at which the next one will be."""
-        upcoming = expires_at = NEVER
-        seen: tuple[tuple[int, int], ...] | None = None
+        upcoming = NEVER
         for rollout in group:
             if rollout.status is Status.COMPLETED or rollout.status is Status.ABORTED:
-                steps = rollout.steps
-                if steps != seen:  # siblings are mostly made by the same weights
-                    seen, expires_at = steps, self.expires_at(rollout)
+                expires_at = self.expires_at(rollout)
                 if expires_at <= train_step:
                     rollout.status = Status.EXPIRED
                 elif expires_at < upcoming:
@@ -88,5 +106,5 @@ def rollout_staleness(rollout: RolloutState, train_step: int) -> int:
 
 
 def group_staleness(group: Group, train_step: int) -> int:
-    made = {rollout.steps for rollout in group}
-    return max([calculate_seq_staleness(min(steps)[0], train_step) for steps in made if steps], default=0)
+    made = made_by(group)
+    return calculate_seq_staleness(min(made), train_step) if made else 0

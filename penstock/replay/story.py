@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -61,10 +61,7 @@ def ledger_summary(path: Path) -> dict[str, Any]:
         meta = {fact.key: fact.value for fact in META.read(connection, file)}
         position = last_event(connection)
         (last_time,) = connection.execute("SELECT max(time) FROM events").fetchone()
-        restarts = [
-            {"checkpoint_step": restore.checkpoint_step, "after_event": restore.event, "time": restore.time}
-            for restore in RESTORES.read(connection, file)
-        ]
+        restarts = _restarts(connection, file)
         tasks = _tasks(connection, file)
         waiting = _waiting(connection, bool(restarts), _lost_driver(file))
         astray = _astray(connection)
@@ -84,29 +81,43 @@ def ledger_summary(path: Path) -> dict[str, Any]:
 
 
 def group_story(path: Path, group_id: str) -> dict[str, Any]:
-    """All that happened to a group: when it was drawn, by which weights its tokens were made, and why not trained."""
+    """All that happened to a group: when it was drawn, by which weights its tokens were made, which restarts of the
+    driver it lived through, and why it was not trained."""
+    return group_stories(path, [group_id])[0]
+
+
+def group_stories(path: Path, group_ids: Iterable[str]) -> list[dict[str, Any]]:
+    """The same of several, as of one moment."""
     file = ledger_file(path)
+    lost_driver = _lost_driver(file)
     with open_read_only(path) as connection:
-        group = GROUPS.find(connection, file, group_id=group_id)
-        if group is None:
-            raise LedgerError(f"{file} has no group {group_id!r}; ids look like {_example(connection)}")
-        transitions = [
-            {
-                "event": event.id,
-                "time": event.time,
-                "state": event.state,
-                "train_step": event.train_step,
-                "reason": event.reason,
-                "tokens": event.tokens,
-                "model_steps": None if event.oldest is None else [event.oldest, event.newest],
-                "wasted_tokens": {
-                    waste.reason: waste.tokens for waste in WASTE.read(connection, file, "WHERE event = ?", (event.id,))
-                },
-                "detail": event.detail,
-            }
-            for event in group_events(connection, group, file)
-        ]
-        kept = connection.execute("SELECT 1 FROM draws WHERE sequence = ?", (group.sequence,)).fetchone() is not None
+        restarts = _restarts(connection, file)
+        return [_story(connection, file, group_id, restarts, lost_driver) for group_id in group_ids]
+
+
+def _story(
+    connection: Connection, file: Path, group_id: str, restarts: list[dict[str, Any]], lost_driver: str
+) -> dict[str, Any]:
+    group = GROUPS.find(connection, file, group_id=group_id)
+    if group is None:
+        raise LedgerError(f"{file} has no group {group_id!r}; ids look like {_example(connection)}")
+    transitions = [
+        {
+            "event": event.id,
+            "time": event.time,
+            "state": event.state,
+            "train_step": event.train_step,
+            "reason": event.reason,
+            "tokens": event.tokens,
+            "model_steps": None if event.oldest is None else [event.oldest, event.newest],
+            "wasted_tokens": {
+                waste.reason: waste.tokens for waste in WASTE.read(connection, file, "WHERE event = ?", (event.id,))
+            },
+            "detail": event.detail,
+        }
+        for event in group_events(connection, group, file)
+    ]
+    kept = connection.execute("SELECT 1 FROM draws WHERE sequence = ?", (group.sequence,)).fetchone() is not None
     return {
         "group_id": group_id,
         "task": group.task,
@@ -119,8 +130,9 @@ def group_story(path: Path, group_id: str) -> dict[str, Any]:
         "content_kept": kept,
         "drawn": transitions[0]["time"],
         "model_steps": next((t["model_steps"] for t in reversed(transitions) if t["model_steps"]), None),
-        "why_not_trained": _why_not_trained(group, transitions, _lost_driver(file)),
+        "why_not_trained": _why_not_trained(group, transitions, lost_driver),
         "transitions": transitions,
+        "restarts": [restart for restart in restarts if _lived_through(restart, group, transitions)],
     }
 
 
@@ -182,7 +194,10 @@ def render_story(story: Mapping[str, Any]) -> str:
         "",
     ]
     rows = [["time", "state", "step", "tokens", "weights", ""]]
+    restarts = list(story["restarts"])
     for move in story["transitions"]:
+        while restarts and restarts[0]["after_event"] < move["event"]:
+            rows.append(_restart_row(restarts.pop(0)))
         steps = move["model_steps"]
         said = [move["reason"] or "", move["detail"]]
         said += [f"{n} tokens dropped ({why})" for why, n in move["wasted_tokens"].items()]
@@ -196,6 +211,7 @@ def render_story(story: Mapping[str, Any]) -> str:
                 "; ".join(filter(None, said)),
             ]
         )
+    rows += map(_restart_row, restarts)
     lines += _table(rows)
     if story["why_not_trained"]:
         lines += ["", f"not trained: {story['why_not_trained']}"]
@@ -216,6 +232,32 @@ def _connect(file: Path) -> sqlite3.Connection:
     except DAMAGE as error:
         raise damaged(file, str(error)) from error
     return connection
+
+
+def _restarts(connection: Connection, file: Path) -> list[dict[str, Any]]:
+    return [
+        {"checkpoint_step": restore.checkpoint_step, "after_event": restore.event, "time": restore.time}
+        for restore in RESTORES.read(connection, file)
+    ]
+
+
+def _lived_through(restart: Mapping[str, Any], group: GroupRow, moves: list[dict[str, Any]]) -> bool:
+    """Whether the group was drawn before the restart, and not at its end yet."""
+    at_its_end = (
+        group.state in (GroupState.TRAINED, GroupState.DISCARDED) and moves[-1]["event"] <= restart["after_event"]
+    )
+    return bool(moves[0]["event"] <= restart["after_event"] and not at_its_end)
+
+
+def _restart_row(restart: Mapping[str, Any]) -> list[str]:
+    return [
+        _clock(restart["time"]),
+        "",
+        "",
+        "",
+        "",
+        f"the driver was restarted, from checkpoint {restart['checkpoint_step']}",
+    ]
 
 
 def _tasks(connection: Connection, file: Path) -> dict[str, dict[str, Any]]:

@@ -32,6 +32,10 @@ Sealed = tuple[Any, ...]
 
 CRC = "crc"
 
+PIECE = 5120
+"""Bytes that are summed at once: over more zlib lets other threads run, and to get its turn back costs more than the
+sum."""
+
 DAMAGE = (sqlite3.DatabaseError, ValueError, KeyError)
 """What reading a damaged file raises: SQLite's own words, or text and state names that are none any more."""
 
@@ -94,6 +98,10 @@ class Table(Generic[RowT]):
         connection.execute(f"CREATE TABLE {self.name} ({', '.join(lines)}) {options}")
         self.make_indexes(connection)
 
+    def exists(self, connection: Connection) -> bool:
+        found = connection.execute("SELECT 1 FROM sqlite_schema WHERE type = 'table' AND name = ?", (self.name,))
+        return found.fetchone() is not None
+
     def make_indexes(self, connection: Connection) -> None:
         for name, index in self._indexes.items():
             where = f" WHERE {index.where}" if index.where else ""
@@ -153,10 +161,12 @@ def _content_checksum(place: int) -> Callable[[Sealed], int]:
 
     def checksum(columns: Sealed) -> int:
         crc = zlib.crc32(_encode(columns[:place] + columns[place + 1 :]))
-        # In pieces: over more than 5 KB zlib lets other threads run, and to get its turn back costs more than the sum.
-        content = memoryview(columns[place])
-        for start in range(0, len(content), 4096):
-            crc = zlib.crc32(content[start : start + 4096], crc)
+        content = columns[place]
+        if len(content) <= PIECE:
+            return zlib.crc32(content, crc)
+        whole = memoryview(content)
+        for start in range(0, len(whole), PIECE):
+            crc = zlib.crc32(whole[start : start + PIECE], crc)
         return crc
 
     return checksum

@@ -173,27 +173,29 @@ class ThreadWriter(Generic[JobT]):
 
     def submit(self, job: JobT) -> int:
         with self._lock:
-            self._raise_failure()
+            if self._cause is not None:
+                self._raise_failure()
             if self._closing:
                 raise StorageError(f"{self._path} is closed; nothing more can be recorded")
-            if self._queued_bytes + job.size > self._max_queued_bytes:
+            queued = self._queued_bytes + job.size
+            if queued > self._max_queued_bytes:
                 raise StorageError(
                     f"{self._path}: the disk is {self._queued_bytes} bytes behind, more than {self._max_queued_bytes}; "
                     "use a faster disk, or play fewer groups at once"
                 )
             self._queue.append(job)
-            self._queued_bytes += job.size
+            self._queued_bytes = queued
             self._submitted += 1
-            if len(self._queue) == 1:
-                self._condition.notify()
-            elif len(self._queue) == MAX_JOBS_PER_TRANSACTION:
-                self._hurry = True
+            length = len(self._queue)
+            if length == 1 or length == MAX_JOBS_PER_TRANSACTION:
+                self._hurry = self._hurry or length > 1
                 self._condition.notify()
             return self._submitted
 
     async def wait(self, ticket: int) -> None:
         with self._lock:
-            self._raise_failure()
+            if self._cause is not None:
+                self._raise_failure()
             if self._durable >= ticket:
                 return
             loop = asyncio.get_running_loop()

@@ -10,6 +10,7 @@ damaged and the one before is taken. At the end the history of all lives is chec
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
 import random
@@ -22,6 +23,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import PenstockError
+from penstock.events import Nobody
 from penstock.replay import Ledger
 from penstock.replay.disk import Connection
 from penstock.replay.ledger import LEDGER_FILE
@@ -37,6 +39,7 @@ from penstock.testing.simulation import (
     draw_scenario,
 )
 from penstock.testing.world import ScriptedWorld
+from penstock.trainer.writer import CheckpointWriter
 
 MAX_CRASHES = 9
 
@@ -54,6 +57,8 @@ class CrashPlan(msgspec.Struct, frozen=True):
     checkpoint_interval: int = 1
     damaged: float = 0.0
     """How often a restart finds the newest checkpoint damaged, 0 to 1."""
+    write_s: float = 0.0
+    """How long a checkpoint is written at most, beside training."""
 
 
 class Crashed(PenstockError):
@@ -201,6 +206,8 @@ class _Life(Run):
         self._lives = lives
         self._checkpoint = checkpoint
         self._restarted = restarted
+        self._writer = CheckpointWriter(Nobody())
+        self._random = random.Random(f"disk {lives.scenario.seed} {lives.crashes}")
 
     async def main(self) -> None:
         if self._restarted:
@@ -212,6 +219,10 @@ class _Life(Run):
             await self.world.load_weights(step)
         await super().main()
 
+    async def loop(self) -> None:
+        async with self._writer:
+            await super().loop()
+
     def after_turn(self) -> None:
         if self._lives.disk.dead:
             raise Crashed("killed")
@@ -222,10 +233,20 @@ class _Life(Run):
     async def committed(self, train_step: int) -> None:
         self._lives.newest_weights = max(self._lives.newest_weights, train_step)
 
-    async def save(self, train_step: int, metrics: dict[str, float]) -> None:
+    async def keep(self, train_step: int, metrics: dict[str, float], *, checkpoint: bool, export: bool) -> None:
+        await self._writer.wait()
+        position = self.world.buffer.position
+        self._writer.begin(f"checkpoint {train_step}", lambda: self._write(train_step, position))
+
+    def check(self) -> None:
+        self._writer.check()
+
+    async def _write(self, train_step: int, position: int) -> None:
+        """Beside training, as the trainers do it."""
         await self.world.buffer.flush()
+        await asyncio.sleep(self._lives.plan.write_s * self._random.random())
         if not self._lives.disk.dead:
-            self._lives.save_checkpoint(train_step, self.world.buffer.position)
+            self._lives.save_checkpoint(train_step, position)
         await self.world.buffer.prune(self._lives.checkpoints[0].step)
 
     def newest_weights(self) -> int:
@@ -242,6 +263,7 @@ def draw_plan(seed: int) -> CrashPlan:
         crashes=tuple(crashes),
         checkpoint_interval=rng.randint(1, 3),
         damaged=rng.choice([0.0, 0.0, 0.5]),
+        write_s=rng.choice([0.0, 5.0, 100.0]),
     )
 
 

@@ -147,13 +147,16 @@ class Run:
         self._checked = 0
 
     async def main(self) -> None:
-        loop = disaggregated_loop if self.scenario.disaggregated else colocated_loop
-        await loop(self._schedule(), self._ports(), begin=self.checkpoint_step)
+        await self.loop()
         await self.manager.shutdown()
         await self.world.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if others:
             raise PenstockError(f"left running after shutdown: {sorted(task.get_name() for task in others)}")
+
+    async def loop(self) -> None:
+        loop = disaggregated_loop if self.scenario.disaggregated else colocated_loop
+        await loop(self._schedule(), self._ports(), begin=self.checkpoint_step)
 
     def after_turn(self) -> None:
         if self.has_news():
@@ -219,11 +222,11 @@ class Run:
 
     # The checkpointer.
 
-    async def save(self, train_step: int, metrics: dict[str, float]) -> None:
+    async def keep(self, train_step: int, metrics: dict[str, float], *, checkpoint: bool, export: bool) -> None:
         """Nothing dies here; see `crashes`."""
 
-    async def export(self, train_step: int) -> None:
-        """Nobody reads it."""
+    def check(self) -> None:
+        """Nothing fails."""
 
     # The evaluator.
 

@@ -1,15 +1,31 @@
-"""The loops: trainers, evaluation, trackers, trajectories, the terminal display."""
+"""The loops: trainers, evaluation, trackers, trajectories, the terminal display.
 
-from penstock.trainer.config import RLColocateTrainerConfig, RLDisaggregatedTrainerConfig, RLTrainerConfig
-from penstock.trainer.distillation import DistillationConfig, TeacherConfig
-from penstock.trainer.evaluator import EvalTaskConfig, EvaluatorConfig
-from penstock.trainer.services import (
-    MlflowTrackerConfig,
-    OpenTelemetryConfig,
-    TrackioTrackerConfig,
-    WandbTrackerConfig,
-)
-from penstock.trainer.trackers import JsonlTrackerConfig, SinkConfig, TensorBoardTrackerConfig, Tracker, TrackerConfig
+Configurations are loaded when they are first used: whoever looks at a run needs none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.lazy import from_modules
+
+if TYPE_CHECKING:
+    from penstock.trainer.config import RLColocateTrainerConfig, RLDisaggregatedTrainerConfig, RLTrainerConfig
+    from penstock.trainer.distillation import DistillationConfig, TeacherConfig
+    from penstock.trainer.evaluator import EvalTaskConfig, EvaluatorConfig
+    from penstock.trainer.services import (
+        MlflowTrackerConfig,
+        OpenTelemetryConfig,
+        TrackioTrackerConfig,
+        WandbTrackerConfig,
+    )
+    from penstock.trainer.trackers import (
+        JsonlTrackerConfig,
+        SinkConfig,
+        TensorBoardTrackerConfig,
+        Tracker,
+        TrackerConfig,
+    )
 
 __all__ = [
     "DistillationConfig",
@@ -29,3 +45,14 @@ __all__ = [
     "TrackioTrackerConfig",
     "WandbTrackerConfig",
 ]
+
+__getattr__ = from_modules(
+    __name__,
+    {
+        "config": ["RLColocateTrainerConfig", "RLDisaggregatedTrainerConfig", "RLTrainerConfig"],
+        "distillation": ["DistillationConfig", "TeacherConfig"],
+        "evaluator": ["EvalTaskConfig", "EvaluatorConfig"],
+        "services": ["MlflowTrackerConfig", "OpenTelemetryConfig", "TrackioTrackerConfig", "WandbTrackerConfig"],
+        "trackers": ["JsonlTrackerConfig", "SinkConfig", "TensorBoardTrackerConfig", "Tracker", "TrackerConfig"],
+    },
+)

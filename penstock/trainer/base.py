@@ -2,7 +2,7 @@
 
     begin     checkpoint 0 and the first evaluation, or everything from the checkpoint that is resumed
     loop      `loops.py`; the trainers differ in which of the two it is
-    end       the last checkpoint, the last evaluation, the export, `summary.json`
+    end       the last checkpoint and the export, the last evaluation beside them, `summary.json`
 
 The run directory is held by this process (its ledger's lock) before anything is written into it.
 """
@@ -25,7 +25,7 @@ from penstock.rollout import storable
 from penstock.trainer.checkpointing import RunCheckpointer
 from penstock.trainer.config import RLTrainerConfig
 from penstock.trainer.control import EngineControl
-from penstock.trainer.evaluation import RunEvaluator
+from penstock.trainer.evaluation import RunEvaluator, StandingEvaluator
 from penstock.trainer.gauges import Gauges
 from penstock.trainer.heartbeat import Heartbeat
 from penstock.trainer.index import RolloutIndex
@@ -75,6 +75,7 @@ class RLTrainer(abc.ABC):
             observers,
             run_dir=run_dir,
             made_from=parts.made_from,
+            arithmetic=parts.arithmetic,
             config=config.describe(),
         )
         index = RolloutIndex(run_dir, observer=observers)
@@ -88,13 +89,20 @@ class RLTrainer(abc.ABC):
             deterministic=config.deterministic,
             teachers=parts.teachers,
         )
-        self._evaluator = (
-            RunEvaluator(parts.evaluator, trajectories, observers) if parts.evaluator is not None else None
-        )
+        self._evaluator: RunEvaluator | None = None
+        self._standing: StandingEvaluator | None = None
+        if parts.evaluator is not None:
+            self._evaluator = RunEvaluator(parts.evaluator, trajectories, observers)
+            self._standing = StandingEvaluator(self._evaluator, self._stop, observers)
 
     @property
     def summary(self) -> Summary:
         return self._summary.summary
+
+    @property
+    def told_to_end(self) -> bool:
+        """Whether a signal asked for the end, also of a run that then failed."""
+        return self._stop.requested
 
     def fit(self) -> Summary:
         """Train. Returns the summary, also in the run directory; `interrupted` says whether it was cut short."""
@@ -136,15 +144,15 @@ class RLTrainer(abc.ABC):
                     stack.push_async_callback(control.close)
 
     async def _run(self) -> None:
-        begin = await self._begin()
-        step = await self._loop(self._ports(), begin)
-        self.summary.interrupted = self._stop.requested and step < self.config.total_steps
-        if step not in self.parts.checkpoints.steps():
-            await self._checkpointer.save(step, self._summary.last_metrics)
-        if self._evaluator is not None and not self.summary.interrupted and self.summary.eval_after_step != step:
-            await self._evaluator.evaluate(step)
-        if step:
-            await self._checkpointer.export_final(step)
+        async with self._checkpointer.writing():
+            begin = await self._begin()
+            step = await self._loop(self._ports(), begin)
+            self.summary.interrupted = self._stop.requested and step < self.config.total_steps
+            self._checkpointer.keep_last(step, self._summary.last_metrics)
+            if self._standing is not None and not self.summary.interrupted and self.summary.eval_after_step != step:
+                await self._standing.evaluate(step)
+                # Given up: that is still to be done.
+                self.summary.interrupted = self._stop.requested and self.summary.eval_after_step != step
 
     def _ports(self) -> LoopPorts:
         devices = self._devices()
@@ -153,7 +161,7 @@ class RLTrainer(abc.ABC):
             learner=self._learner,
             channel=self.parts.channel,
             checkpointer=self._checkpointer,
-            evaluator=self._evaluator,
+            evaluator=self._standing if devices is not None else self._evaluator,
             devices=devices,
             observer=self._observers,
             gauges=Gauges(self.parts.judgers, self.parts.engine if devices is None else None),
@@ -171,9 +179,9 @@ class RLTrainer(abc.ABC):
         checkpoint = self._beginning.checkpoint
         if checkpoint is None:
             await self._began(resumed_from=None)
-            await self._checkpointer.save(0, {})
-            if self._evaluator is not None:
-                await self._evaluator.evaluate(0)
+            await self._checkpointer.keep(0, {}, checkpoint=True, export=False)
+            if self._standing is not None:
+                await self._standing.evaluate(0)
             return 0
         step = checkpoint.step
         # First: until then the files of the run that is resumed stay as they are.
@@ -188,8 +196,8 @@ class RLTrainer(abc.ABC):
         since = self._schedule.last_sync_before(step)
         # The trackers forgot what was measured of these weights: by the schedule, or because they were the last.
         looked_at = checkpoint.config["total_steps"] == step or self._schedule.evaluates(step, since=since)
-        if self._evaluator is not None and (not step or looked_at):
-            await self._evaluator.evaluate(step)
+        if self._standing is not None and (not step or looked_at):
+            await self._standing.evaluate(step)
         if step and self._schedule.exports(step):
             await self._checkpointer.make_up_export(step)
         return step

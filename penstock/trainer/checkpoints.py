@@ -83,7 +83,7 @@ class CheckpointStore:
         self.directory = directory
         self._keep = keep
         self._files = files or Files()
-        self._thread = OwnThread("penstock-checkpoint")
+        self._thread = OwnThread("penstock-checkpoint", beside=True)
 
     # Reading.
 

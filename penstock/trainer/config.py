@@ -82,7 +82,8 @@ class RLTrainerConfig(Config):
     deterministic: bool = False
     """Two runs give identical weights on the same CPU, thread count and versions. Slower."""
     cpu_threads: int | None = pydantic.Field(default=None, ge=1)
-    """Of torch. None: as many as there are cores, divided where trainer and engines work at once."""
+    """Of torch. None: as many as there are cores, divided where trainer and engines work at once; there each uses those
+    that the other leaves idle. Engines use fewer while other processes need the cores; not in a deterministic run."""
     sync_timeout_s: float = pydantic.Field(default=300.0, gt=0)
     """For new weights to reach the engines."""
 
@@ -163,6 +164,10 @@ class RLTrainerConfig(Config):
         """CPU threads of the trainer and of each engine; None leaves it to torch."""
         return self.cpu_threads, self.cpu_threads
 
+    def most_threads(self) -> int | None:
+        """What each of them may use while the others rest; None: no more than `threads`."""
+        return None
+
     def evaluate(
         self, *, observers: Observers | None = None, out_dir: Path | None = None, site: Site | None = None
     ) -> dict[str, float]:
@@ -216,6 +221,13 @@ class RLDisaggregatedTrainerConfig(RLTrainerConfig):
         """Trainer and engines work at once, so they divide the cores."""
         cores = self.cpu_threads or os.cpu_count() or 2
         return max(1, cores - cores // 2), max(1, cores // 2 // self.engines.num_engines)
+
+    def most_threads(self) -> int | None:
+        """Whoever waits lends its cores; in a deterministic run the numbers are fixed. What another thread of the same
+        process uses cannot be told from one's own."""
+        if self.deterministic or not self.engines.engine.process:
+            return None
+        return self.cpu_threads or os.cpu_count() or 2
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

@@ -15,6 +15,7 @@ from typing import Any, TextIO, cast
 
 from penstock.events import (
     Alarm,
+    ArithmeticChosen,
     EngineChanged,
     EvaluationDone,
     Event,
@@ -27,7 +28,7 @@ from penstock.events import (
     TaskProgress,
     Warned,
 )
-from penstock.trainer.lines import STAGES, eval_line, step_line, summary_rows
+from penstock.trainer.lines import STAGES, arithmetic_line, eval_line, step_line, summary_rows
 from penstock.trainer.output import Output
 
 SHOWN_STAGES = {name for name, _ in STAGES.values()} | {"load", "scan", "evaluate", "export"}
@@ -59,6 +60,8 @@ class Display(abc.ABC):
                 self.note(f"train step {event.train_step} refused: {event.reason}")
             case EngineChanged() if event.reason != "closed":
                 self._engine_changed(event)
+            case ArithmeticChosen():
+                self.note(arithmetic_line(event))
             case Warned():
                 self.note(f"warning: {event.text}")
             case Note() | Alarm():
@@ -135,11 +138,12 @@ def drain(out: Any) -> None:
 
 
 class PlainDisplay(Display):
-    """Lines for logs and pipes: one per step, one per evaluation."""
+    """Lines for logs and pipes: one for what is loaded, one per step, one per evaluation."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self._total = 0
+        self._said_load = False
 
     def require_readable(self) -> None:
         require_readable(self._out)
@@ -149,7 +153,10 @@ class PlainDisplay(Display):
         self._line(f"{title}: {total_steps} steps")
 
     def stage(self, name: str) -> None:
-        pass
+        # The first alone, which names the model: what it takes may be minutes in which nothing else is said.
+        if name.startswith("load ") and not self._said_load:
+            self._said_load = True
+            self._line(name)
 
     def step_begins(self) -> None:
         pass

@@ -3,13 +3,14 @@
     advantage of a token += -coef * (log p_student - log q_teacher)
 
 A teacher is an engine of its own, asked to score. It is checked before anything is trained: the same vocabulary as the
-student, and logprobs that are logprobs. Several teachers share the work by data source.
+student, room for its answers, and logprobs that are logprobs. Several teachers share the work by data source.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ import numpy as np
 import pydantic
 
 from penstock.config import Config
-from penstock.engine import EnginesConfig
+from penstock.engine import EnginesConfig, VllmEngineConfig
 from penstock.errors import DeadlineExceeded, ModelError, RolloutFailure, RunError
 from penstock.ports import Engine, Tokenizer
 from penstock.rollout import FloatArray, Group, RolloutState, pack_ids, unpack_ids
@@ -66,6 +67,28 @@ class DistillationConfig(Config):
         for source in sorted({source for source in named if named.count(source) > 1}):
             yield f"data source {source!r} has {named.count(source)} teachers; it can have one"
 
+    def require_room(self, prompts: Iterable[tuple[PromptSet, int]], context: int) -> None:
+        """For each prompt with an answer of its task's `max_tokens` in the context of its teacher; the student's own is
+        `context`. Raises ModelError with the first that does not fit.
+        """
+        limits = {
+            source: (limit, teacher.model)
+            for teacher in self.teacher_list
+            if (limit := _context_of(teacher)) < context
+            for source in teacher.data_sources or [_ALL]
+        }
+        if not limits:  # whatever fits the student fits them
+            return
+        named = {source for teacher in self.teacher_list for source in teacher.data_sources}
+        for prompt_set, max_tokens in prompts:
+            for prompt in prompt_set.prompts:
+                limit, name = limits.get(prompt.data_source if prompt.data_source in named else _ALL, (context, ""))
+                if (length := len(prompt.ids) // 4) + max_tokens > limit and name:
+                    raise ModelError(
+                        f"teacher {name!r} has a context of {limit} tokens, the student of {context}: a prompt has "
+                        f"{length}, and with max_tokens {max_tokens} its answer could not be scored"
+                    )
+
     def build(self, student: Tokenizer, *, deterministic: bool, threads: int | None, observer: Observer) -> Teachers:
         """Start the teachers' engines. Raises ModelError when one has another vocabulary."""
         from penstock.models import load_tokenizer, resolve_model
@@ -87,6 +110,15 @@ class DistillationConfig(Config):
 
 
 _ALL = ""
+
+
+def _context_of(teacher: TeacherConfig) -> int:
+    """The longest sequence that it scores."""
+    from penstock.models import model_context, resolve_model
+
+    engine = teacher.engines.engine
+    limit = min(model_context(resolve_model(teacher.model)), getattr(engine, "max_context", None) or sys.maxsize)
+    return limit - isinstance(engine, VllmEngineConfig)  # which always makes one more
 
 
 class Teachers:

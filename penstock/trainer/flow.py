@@ -33,6 +33,13 @@ class Flow(NamedTuple):
             _summed(_WAITING, finite, {}),
         )
 
+    @property
+    def states(self) -> dict[str, int]:
+        """Groups by what became of them, as `alarms.py` counts them."""
+        named = {state: self.waiting.get(word, 0.0) for state, word in _WAITS_AS.items()}
+        named |= {"trained": self.trained, "discarded": sum(self.discarded.values())}
+        return {state: int(count) for state, count in named.items()}
+
     def group_words(self) -> list[str]:
         """`144 trained`, `103 discarded (filtered 103)`, `2 wait (ready 2)`; nothing before the first step."""
         words = [f"{self.trained:.0f} trained"] if self.trained else []

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.events import ArithmeticChosen
+from penstock.trainer.history import EngineStands
+
 STAGES = {
     "time/produce_s": ("produce", "cyan"),
     "time/prepare_s": ("prepare", "blue"),
@@ -31,6 +34,21 @@ def step_line(metrics: Mapping[str, float]) -> str:
     return "  ".join(words + speed_words(metrics))
 
 
+def arithmetic_line(event: ArithmeticChosen) -> str:
+    """`arithmetic: training float32, engine float32 (bfloat16 takes 2.3x as long), on AMD EPYC (AVX2)`."""
+    words = []
+    for name, part, dtype in (("training", "train", event.train), ("engine", "engine", event.engine)):
+        if dtype is not None:
+            other = "float32" if dtype == "bfloat16" else "bfloat16"
+            takes = event.others_take.get(part)
+            words.append(f"{name} {dtype}" + (f" ({other} takes {takes:.2g}x as long)" if takes is not None else ""))
+    line = f"arithmetic: {', '.join(words)}, on {event.cpu}"
+    if not event.began_on:
+        return line
+    here = "" if event.began_on == event.cpu else f" on {event.began_on}; what is fastest here was not asked"
+    return f"{line}; as the run began{here}"
+
+
 def training_words(metrics: Mapping[str, float]) -> list[str]:
     words = []
     if "train/loss" in metrics:
@@ -49,6 +67,26 @@ def speed_words(metrics: Mapping[str, float]) -> list[str]:
         for key, verb in (("tokens/generated_per_s", "generated"), ("tokens/trained_per_s", "trained"))
         if key in metrics
     ]
+
+
+def engine_words(engines: Mapping[str, EngineStands]) -> tuple[list[str], list[str]]:
+    """Those that are away, each with its reason; and of those that serve: how many, with which weights, how loaded."""
+    open_ = {name: stands for name, stands in engines.items() if stands.state != "closed"}
+    away = [
+        f"{name} is {stands.state}{f': {stands.reason}' if stands.reason else ''}"
+        for name, stands in open_.items()
+        if stands.state != "active"
+    ]
+    loads = [stands.load for stands in open_.values() if stands.load is not None]
+    words = [f"{len(open_) - len(away)} of {len(open_)} serve"] if open_ else []
+    if loads:
+        versions = sorted({load.model_step for load in loads})
+        words.append(f"weights {versions[0]}" + (f" to {versions[-1]}" if len(versions) > 1 else ""))
+        words.append(f"busy {100 * sum(load.busy for load in loads) / len(loads):.0f} %")
+        words.append(f"{sum(load.running for load in loads)} running")
+        words += [f"{waiting} wait" for waiting in [sum(load.waiting for load in loads)] if waiting]
+        words.append(f"{count(sum(load.tokens_per_s for load in loads))} tokens/s")
+    return away, words
 
 
 def eval_figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -12,6 +12,10 @@ and time is the event loop's. What is waited for is bounded by whoever implement
 A train step that is refused gives its groups back and is not counted; three in a row stop the run. An evaluation that
 falls due between two syncs takes place at the next one, of the weights that the engines serve then: looking never
 changes what is trained.
+
+A checkpoint is a snapshot here, written beside what follows. The next one waits until it is written; one that could not
+be written ends the run before the next step is trained. Until it is written the groups since the one before are not
+final: a restart gives them back.
 """
 
 from __future__ import annotations
@@ -110,12 +114,16 @@ class Learner(Protocol):
 
 
 class Checkpointer(Protocol):
-    async def save(self, train_step: int, metrics: Metrics) -> None:
-        """Everything a restart needs, with the metrics of the step, which a restart tells again."""
+    async def keep(self, train_step: int, metrics: Metrics, *, checkpoint: bool, export: bool) -> None:
+        """What the weights are now, to be written beside training: a checkpoint, everything that a restart needs, with
+        the metrics of the step, which a restart tells again; an export, the weights for others to read; or both.
+
+        Waits until what was to be kept before is written.
+        """
         ...
 
-    async def export(self, train_step: int) -> None:
-        """The weights for others to read."""
+    def check(self) -> None:
+        """Raises why what was to be kept could not be written, once that is known."""
         ...
 
 
@@ -162,7 +170,6 @@ async def colocated_loop(schedule: Schedule, ports: LoopPorts, *, begin: int = 0
             await run.report(metrics, stages)
         if ports.evaluator is not None and run.takes_evaluation():
             await ports.evaluator.evaluate(run.served)
-        await run.export()
     if run.is_done and run.served != run.step:
         await run.publish()
     return run.step
@@ -192,7 +199,6 @@ async def disaggregated_loop(schedule: Schedule, ports: LoopPorts, *, begin: int
                 metrics["share/trainer_wait"] = stages.seconds["produce"] / (sum(stages.seconds.values()) or 1.0)
                 await run.report(metrics, stages)
             await run.begin_evaluation()
-            await run.export()
         await run.finish_evaluation()
         await _end_production(ports, producing)
         if run.is_done and run.served != run.step:
@@ -237,6 +243,7 @@ class _Run:
 
     @contextlib.contextmanager
     def next_step(self) -> Iterator[Stages]:
+        self.ports.checkpointer.check()
         stages = Stages(self.ports.observer, train_step=self.step + 1)
         with stages.whole():
             yield stages
@@ -255,6 +262,8 @@ class _Run:
         """Train the next step and make it count. None when it was refused: its groups were given back."""
         step, producer = self.step + 1, self.ports.producer
         try:
+            # A disk that failed meanwhile: no step is trained on what could not be kept.
+            self.ports.checkpointer.check()
             metrics = await self.ports.learner.learn(result, step, stages)
         except StepRefused as refused:
             await producer.return_batch(step)
@@ -267,12 +276,17 @@ class _Run:
             await producer.commit(step)
             await self.ports.learner.committed(step)
         self.step, self._refused_in_a_row = step, 0
-        if self.schedule.checkpoints(step):
+        await self._keep(metrics, stages)
+        return metrics
+
+    async def _keep(self, metrics: Metrics, stages: Stages) -> None:
+        checkpoint, export = self.schedule.checkpoints(self.step), self.schedule.exports(self.step)
+        if checkpoint:
             # First what runs beside: nobody could ask these weights again after a restart.
             await self.finish_evaluation()
+        if checkpoint or export:
             with stages("checkpoint"):
-                await self.ports.checkpointer.save(step, metrics)
-        return metrics
+                await self.ports.checkpointer.keep(self.step, metrics, checkpoint=checkpoint, export=export)
 
     def _count_refused(self, step: int, refused: StepRefused) -> None:
         self._refused_in_a_row += 1
@@ -335,10 +349,6 @@ class _Run:
         if stages.seconds.get("train") and "trained_tokens" in metrics:
             metrics["tokens/trained_per_s"] = metrics["trained_tokens"] / stages.seconds["train"]
         self.ports.observer.notice(StepTrained(train_step=self.step, metrics=metrics))
-
-    async def export(self) -> None:
-        if self.schedule.exports(self.step):
-            await self.ports.checkpointer.export(self.step)
 
 
 class Stages:

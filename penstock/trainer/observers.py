@@ -21,12 +21,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from penstock.events import AnyEvent, Event, Observer, TaskProgress, Warned
+from penstock.events import AnyEvent, EngineSeen, Event, Observer, TaskProgress, Warned
 from penstock.rollout import storable
 
 EVENTS_FILE = "events.jsonl"
 MAX_EARLY = 1000
 """Events kept for sinks that come later; a run has a few dozen before its directory is open."""
+SEEN_EVERY_S = 10.0
+"""How an engine does is kept so often."""
 _TAIL = 1 << 16
 
 
@@ -55,7 +57,7 @@ class Observers:
 
     def notice(self, event: Event) -> None:
         with self._lock:
-            if len(self._early) < MAX_EARLY and not isinstance(event, TaskProgress):
+            if len(self._early) < MAX_EARLY and not isinstance(event, TaskProgress | EngineSeen):
                 self._early.append(event)
             for name, sink in list(self._sinks.items()):
                 self._tell(name, sink, event)
@@ -134,11 +136,13 @@ class EventFile:
         before, torn = _last_line(path)
         self._began = time.monotonic() - before
         self._separator = b"\n" if torn else b""
+        self._seen: dict[str, float] = {}
+        """When the load of an engine was last kept."""
         # Unbuffered: a line is with the system when it was told.
         self._file = path.open("ab", buffering=0)
 
     def notice(self, event: Event) -> None:
-        if isinstance(event, TaskProgress):
+        if isinstance(event, TaskProgress) or (isinstance(event, EngineSeen) and not self._is_due(event)):
             return
         line = {
             "time": round(time.time(), 3),
@@ -151,6 +155,13 @@ class EventFile:
             encoded = msgspec.json.encode({key: storable(v) if isinstance(v, str) else v for key, v in line.items()})
         self._file.write(self._separator + encoded + b"\n")
         self._separator = b""
+
+    def _is_due(self, event: EngineSeen) -> bool:
+        now = time.monotonic()
+        if now - self._seen.get(event.engine, -SEEN_EVERY_S) < SEEN_EVERY_S:
+            return False
+        self._seen[event.engine] = now
+        return True
 
     def close(self) -> None:
         self._file.close()

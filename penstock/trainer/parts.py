@@ -23,6 +23,7 @@ from penstock.ports import Engine, Engines, Local, Tokenizer, TrainWorker, Weigh
 from penstock.produce import AgentLoopManager, World, check_templates, load_prompts
 from penstock.replay import ReplayBuffer
 from penstock.replay.disk import Disk
+from penstock.trainer.arithmetic import Arithmetic, find_arithmetic
 from penstock.trainer.checkpoints import Checkpoint, CheckpointStore
 from penstock.trainer.config import RLTrainerConfig, plain_observers
 from penstock.trainer.distillation import Teachers
@@ -62,6 +63,7 @@ class Parts(msgspec.Struct, kw_only=True):
     prompts: dict[str, PromptSet]
     tokenizer: Tokenizer
     made_from: ModelOrigin
+    arithmetic: Arithmetic
 
     async def close(self) -> None:
         """Everything, whatever one of them raises; the ledger last, because it holds what counts."""
@@ -93,6 +95,7 @@ class _Opened:
         *,
         trains: bool,
         profile: Profile | None = None,
+        resumed: Checkpoint | None = None,
     ) -> None:
         """`directory` is where the run, or what an evaluation comes to, is kept."""
         self.config = config
@@ -102,8 +105,12 @@ class _Opened:
         self.model_dir = resolve_model(config.model)
         self.tokenizer: Tokenizer = load_tokenizer(self.model_dir)
         self.context = model_context(self.model_dir)
+        saved = None if resumed is None else resumed.state
+        self.arithmetic, chosen = find_arithmetic(config, self.model_dir, saved, trains=trains)
+        if chosen is not None:
+            observers.notice(chosen)
         self.run = RunContext(
-            config=config,
+            config=self.arithmetic.settle(config),
             model_dir=self.model_dir,
             tokenizer=self.tokenizer,
             observer=observers,
@@ -206,7 +213,7 @@ def build_trainer(
     recorded = Profile(run_dir / "profile.json") if profile else None
     with observers.warnings(), contextlib.ExitStack() as undo:
         parts = _build_parts(
-            _Opened(config, observers, site, run_dir, trains=True, profile=recorded),
+            _Opened(config, observers, site, run_dir, trains=True, profile=recorded, resumed=beginning.checkpoint),
             checkpoints,
             disk,
             recorded,
@@ -250,6 +257,9 @@ def _build_parts(
     if resumed is not None:
         require_same_model(resumed.state, resumed.step, made_from)
     prompts = _load_prompts(opened, run_dir, resumed=resumed is not None)
+    if config.distillation is not None:
+        answers = [task.agent_loop_config.sample_params.max_tokens for task in config.manager.task_list]
+        config.distillation.require_room(zip(prompts.values(), answers, strict=True), opened.context)
     observers.notice(StageBegan(stage="load", detail="the judges, and try them"))
     _try_judgers(opened, prompts)
     opened.loading("the weights")
@@ -283,6 +293,7 @@ def _build_parts(
         prompts=prompts,
         tokenizer=opened.tokenizer,
         made_from=made_from,
+        arithmetic=opened.arithmetic,
     )
 
 

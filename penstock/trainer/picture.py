@@ -7,15 +7,20 @@
     groups      what became of those that were drawn: trained, discarded by reason, waiting
     pipe        who waits for whom, and which share of the tokens was for nothing
     now         loss, gradient and speed of the last step
+    engines     which do not serve and why; the others' weights and load
+    alarm, tip  what wants a person's attention, in words
     <task>      one bar per task while a batch is produced
 
-Words that do not fit are left out, the last ones first, and bars shrink to what is left.
+Words that do not fit are left out, the last ones first, and bars shrink to what is left. Only alarms and tips go on in
+a second line.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,14 +30,30 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from penstock.events import Event, TaskProgress
+from penstock.trainer.alarms import Finding, findings
 from penstock.trainer.display import Display, drain, require_readable
 from penstock.trainer.flow import Flow
-from penstock.trainer.lines import STAGES, count, duration, eval_figures, speed_words, summary_rows, training_words
+from penstock.trainer.history import History
+from penstock.trainer.lines import (
+    STAGES,
+    count,
+    duration,
+    engine_words,
+    eval_figures,
+    speed_words,
+    summary_rows,
+    training_words,
+)
 
 _LABEL = 10
 _BAR = 32
 _SHORTEST_BAR = 8
 _LONGEST_NAME = 24
+_MOST_FINDINGS = 3
+_LINES_EACH = 2
+_LOOK_EVERY_S = 1.0
+"""At what is wrong."""
 
 
 class Glyphs:
@@ -66,6 +87,17 @@ class LiveDisplay(Display):
         self._rewards: list[float] = []
         self._evaluations: list[tuple[int, Mapping[str, float]]] = []
         self._tasks: dict[str, tuple[int, int, dict[str, float]]] = {}
+        self._history = History()
+        self._reading = threading.Lock()
+        """The history changes in place, and rich looks from its own thread."""
+        self._found: tuple[float, list[Finding]] = (-math.inf, [])
+        """When it was last looked, and what is wrong."""
+
+    def notice(self, event: Event) -> None:
+        if not isinstance(event, TaskProgress):
+            with self._reading:
+                self._history.notice(event, at=self._clock() - self._began)
+        super().notice(event)
 
     def require_readable(self) -> None:
         require_readable(self._console.file)
@@ -155,9 +187,31 @@ class LiveDisplay(Display):
             yield _row("pipe", _fitting([Text(word) for word in waits], room))
         if speeds := training_words(self._last) + speed_words(self._last):
             yield _row("now", _fitting([Text(word) for word in speeds], room))
+        yield from self._engine_rows(room)
+        yield from self._finding_rows(room)
         for task, (done, target, fields) in self._tasks.items():
             words = [Text(task[:_LONGEST_NAME], style="bold"), *map(Text, self._task_words(done, target, fields))]
             yield _row("", _with_bar(words, room, _share_bar(done, target, glyphs)))
+
+    def _engine_rows(self, room: int) -> Iterator[Text]:
+        with self._reading:
+            away, words = engine_words(self._history.engines)
+        if words:
+            yield _row("engines", _fitting([*(Text(word, style="red") for word in away), *map(Text, words)], room))
+
+    def _finding_rows(self, room: int) -> Iterator[Text]:
+        now = self._clock()
+        looked_at, found = self._found
+        if now - looked_at >= _LOOK_EVERY_S:
+            with self._reading:
+                found = findings(self._history, self._flow.states, now - self._began)
+            self._found = now, found
+        for finding in found[:_MOST_FINDINGS]:
+            style = "bold red" if finding.level == "alarm" else "yellow"
+            for number, line in enumerate(textwrap.wrap(finding.text, max(1, room), max_lines=_LINES_EACH)):
+                yield _row("" if number else finding.level, Text(line, style=style))
+        if len(found) > _MOST_FINDINGS:
+            yield _row("", Text(f"and {len(found) - _MOST_FINDINGS} more: penstock view", style="dim"))
 
     def _run_words(self, doing: str) -> list[Text]:
         words = [f"{self._steps}/{self._total}"]

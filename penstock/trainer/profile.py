@@ -2,6 +2,7 @@
 
     trainer      every step, its stages and their parts, nested; those of `train` as the worker measured them
     evaluation   beside the steps in a disaggregated run
+    checkpoint   what is written beside the steps
     <task>       each rollout of the task: waiting for the engine, then for its judge
     engine       each step of an embedded engine in this process: prefill, decode, sample
 

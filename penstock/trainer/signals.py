@@ -11,7 +11,8 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 from penstock.events import Note, Observer
 
@@ -26,9 +27,39 @@ class Stop:
 
     def __init__(self) -> None:
         self.requested = False
+        self._waiting: set[asyncio.Future[None]] = set()
 
     def __call__(self) -> bool:
         return self.requested
+
+    def request(self) -> None:
+        """In the event loop of the run."""
+        self.requested = True
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(None)
+
+    async def cuts_off(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Whether the run is to end before `work` did: then that is cancelled. Returns when it has ended, either way.
+
+        What it raises passes.
+        """
+        if self.requested:
+            work.close()
+            return True
+        working = asyncio.create_task(work, name="until the run is to end")
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting.add(waiting)
+        try:
+            await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+                return False
+            return True
+        finally:
+            self._waiting.remove(waiting)
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
 
 
 @contextlib.contextmanager
@@ -44,12 +75,12 @@ def stopped_by_signals(stop: Stop, observer: Observer) -> Iterator[None]:
     main = asyncio.current_task()
     assert main is not None
 
-    def ended(name: str) -> None:
-        if stop.requested:
+    def ended(name: str, again: bool) -> None:
+        if again:
             observer.notice(Note(text=f"{name}: stopping now; the run can be resumed."))
             main.cancel()
             return
-        stop.requested = True
+        stop.request()
         observer.notice(Note(text=f"{name}: finishing the step and writing a checkpoint. Once more to stop now."))
 
     told = 0
@@ -61,9 +92,11 @@ def stopped_by_signals(stop: Stop, observer: Observer) -> Iterator[None]:
         # Between two bytecodes of whatever runs: the second signal is heard also while the event loop is blocked.
         nonlocal told
         told += 1
+        # Here and not in the loop: it may be in its last turn.
+        stop.requested = True
         if told == 2:
             end.start()
-        loop.call_soon_threadsafe(ended, signal.Signals(number).name)
+        loop.call_soon_threadsafe(ended, signal.Signals(number).name, told > 1)
 
     before = {number: signal.getsignal(number) for number in ENDING}
     handled = [number for number in ENDING if before[number] is not signal.SIG_IGN]

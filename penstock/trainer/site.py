@@ -99,6 +99,7 @@ class LocalSite:
             total_steps=config.total_steps,
             deterministic=config.deterministic,
             threads=config.threads()[0],
+            most_threads=config.most_threads(),
         )
 
     def build_engines(self, run: RunContext) -> Engines:
@@ -108,6 +109,7 @@ class LocalSite:
             run.tokenizer,
             deterministic=config.deterministic,
             threads=config.threads()[1],
+            most_threads=config.most_threads(),
             observer=run.observer,
         )
 

@@ -20,6 +20,7 @@ from opentelemetry.trace import Span, StatusCode
 from penstock.events import (
     UNENDED_STAGES,
     BatchTaken,
+    EngineSeen,
     Event,
     RunEnded,
     StageBegan,
@@ -67,7 +68,7 @@ class Spans:
                     self._fail(event.error)
                 for lane in list(self._open):
                     self._end_all(lane)
-            case TaskProgress() | BatchTaken():
+            case TaskProgress() | BatchTaken() | EngineSeen():
                 pass
             case _:
                 self._tell(event)

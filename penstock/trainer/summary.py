@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -10,13 +11,16 @@ import msgspec
 from penstock.events import (
     ActorLost,
     ActorRecovered,
+    EngineChanged,
     EvaluationDone,
     Event,
     Exported,
     StageBegan,
     StageEnded,
+    StepGivenBack,
     StepTrained,
 )
+from penstock.trainer.useful import Recovery
 
 
 class Summary(msgspec.Struct, kw_only=True):
@@ -44,8 +48,10 @@ class Summary(msgspec.Struct, kw_only=True):
     began_at: float = 0.0
     """The wall clock's, in seconds since 1970."""
     effective_time_ratio: float | None = None
-    """Seconds in steps that count, each once, and in evaluations, over all since the run began: waiting, steps that
-    were lost, the time between two processes and loading again are in the second only."""
+    """Seconds in steps that count, each once, and in evaluations, without those lost to recovery, over all since the
+    run began: what was lost, the time between two processes and loading again are in the second only."""
+    recovery_seconds: float | None = None
+    """Of `train_seconds` and `eval_seconds`: when something that was lost was missing, or a step was made in vain."""
     actors_lost: int | None = None
     actor_seconds_lost: float | None = None
     """Added up over all actors that came back; others may have worked meanwhile."""
@@ -55,15 +61,19 @@ class Summary(msgspec.Struct, kw_only=True):
 class SummarySink:
     """Keeps `summary` up to date. A run that goes on from a checkpoint goes on from its summary too."""
 
-    def __init__(self) -> None:
-        self.summary = Summary()
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.summary = Summary(began_at=time.time())
         self.last_metrics: dict[str, float] = {}
         """Of the last step."""
         self._counted = 0
         """The last step whose seconds are in. A step that is resumed from is told again."""
-        self._since = time.perf_counter()
-        self._in_step = False
-        self._evaluates_alone = False
+        self._clock = clock
+        self._since = clock()
+        self._step_since: float | None = None
+        """When the step began that is under way."""
+        self._eval_since: float | None = None
+        """The same, of an evaluation beside which no step began."""
+        self._recovery = Recovery(clock)
 
     def restart(self, saved: dict[str, Any], step: int) -> None:
         """`saved` is what `plain` gave when the checkpoint of `step` was written."""
@@ -72,13 +82,16 @@ class SummarySink:
 
     def plain(self) -> dict[str, Any]:
         """As it stands now, for files."""
-        now = time.perf_counter()
+        now = self._clock()
         summary = self.summary
+        if lost := self._recovery.settle(min([now, *filter(None, (self._step_since, self._eval_since))])):
+            summary.recovery_seconds = (summary.recovery_seconds or 0.0) + lost
         summary.wall_seconds += now - self._since
         self._since = now
         summary.began_at = summary.began_at or time.time()
         if (seconds := time.time() - summary.began_at) > 0:
-            summary.effective_time_ratio = min(1.0, (summary.train_seconds + summary.eval_seconds) / seconds)
+            useful = summary.train_seconds + summary.eval_seconds - (summary.recovery_seconds or 0.0)
+            summary.effective_time_ratio = min(1.0, max(0.0, useful / seconds))
         plain: dict[str, Any] = msgspec.to_builtins(summary)
         return plain
 
@@ -89,6 +102,8 @@ class SummarySink:
             if event.train_step > self._counted:
                 self._counted = event.train_step
                 summary.train_seconds += event.metrics.get("time/step_s", 0.0)
+                if self._step_since is not None:
+                    self._recovery.worked(self._step_since)
             summary.reward_last = event.metrics.get("reward/mean", summary.reward_last)
             if summary.reward_first is None:
                 summary.reward_first = summary.reward_last
@@ -96,26 +111,44 @@ class SummarySink:
             self._evaluated(event)
         elif isinstance(event, Exported):
             summary.hf_dir = event.directory
-        elif isinstance(event, ActorLost):
-            summary.actors_lost = (summary.actors_lost or 0) + 1
-        elif isinstance(event, ActorRecovered):
-            summary.actor_seconds_lost = (summary.actor_seconds_lost or 0.0) + event.seconds
+        elif isinstance(event, ActorLost | ActorRecovered | EngineChanged | StepGivenBack):
+            self._missed(event)
         elif isinstance(event, StageBegan | StageEnded):
             self._timed(event)
 
     def close(self) -> None:
         """It is read after the run."""
 
+    def _missed(self, event: ActorLost | ActorRecovered | EngineChanged | StepGivenBack) -> None:
+        summary, recovery = self.summary, self._recovery
+        match event:
+            case ActorLost(actor=name):
+                summary.actors_lost = (summary.actors_lost or 0) + 1
+                recovery.lost(f"actor {name}")
+            case ActorRecovered(actor=name, seconds=seconds):
+                summary.actor_seconds_lost = (summary.actor_seconds_lost or 0.0) + seconds
+                recovery.back(f"actor {name}")
+            case EngineChanged(engine=name, state="fenced"):
+                recovery.lost(f"engine {name}")
+            case EngineChanged(engine=name, state="active"):
+                recovery.back(f"engine {name}")
+            case EngineChanged(engine=name, state="left"):
+                recovery.forget(f"engine {name}")
+            case StepGivenBack() if self._step_since is not None:
+                recovery.in_vain(self._step_since)
+
     def _timed(self, event: StageBegan | StageEnded) -> None:
         """Counts evaluations during which no step begins."""
         if event.stage == "step":
-            self._in_step = isinstance(event, StageBegan)
-            self._evaluates_alone = False
+            self._step_since = self._clock() if isinstance(event, StageBegan) else None
+            self._eval_since = None
         elif event.stage == "eval":
             if isinstance(event, StageBegan):
-                self._evaluates_alone = not self._in_step
-            elif self._evaluates_alone:
+                self._eval_since = self._clock() if self._step_since is None else None
+            elif self._eval_since is not None:
                 self.summary.eval_seconds += event.seconds
+                self._recovery.worked(self._eval_since)
+                self._eval_since = None
 
     def _evaluated(self, event: EvaluationDone) -> None:
         summary, metrics = self.summary, event.metrics

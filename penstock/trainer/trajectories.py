@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from penstock.errors import StorageError
+from penstock.played import read_played
 from penstock.ports import Tokenizer
 from penstock.replay import rollout_staleness
 from penstock.rollout import (
@@ -95,6 +96,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     staleness: int
     num_tries: int
     segments: tuple[SegmentRecord, ...]
+    played: tuple[tuple[str, float, float], ...] = ()
+    """What it did, when (the wall clock's seconds since 1970), and for how many seconds: see `penstock.played`."""
 
 
 class _Logprobs(msgspec.Struct, frozen=True):
@@ -168,6 +171,9 @@ class Trajectories:
             staleness=rollout_staleness(rollout, train_step),
             num_tries=rollout.num_tries,
             segments=tuple(map(_segment, rollout.segments)),
+            played=tuple(
+                [(stage, round(began, 4), round(seconds, 4)) for stage, began, seconds in read_played(rollout.played)]
+            ),
         )
 
     def _write(self, path: Path, lines: Iterable[msgspec.Struct]) -> Path:

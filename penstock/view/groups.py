@@ -14,7 +14,7 @@ from penstock.replay.ledger import LEDGER_FILE
 from penstock.replay.lock import LOCK_FILE, has_ended, read_holder
 from penstock.replay.schema import CURSORS, LIVE
 from penstock.replay.search import Asked, find_groups
-from penstock.replay.story import group_story, open_read_only
+from penstock.replay.story import group_stories, group_story, open_read_only
 
 WAITING = [state for state in GroupState if state not in (GroupState.TRAINED, GroupState.DISCARDED)]
 PAGE = 50
@@ -114,24 +114,21 @@ class Groups:
             return None
 
     def batch(self, train_step: int) -> list[dict[str, Any]]:
-        """One lane per group of a train step: when it was drawn, finished, taken and trained, and by which weights."""
+        """The groups of a train step: when each was drawn, finished, taken and trained, and by which weights."""
         if not self.exist:
             return []
-        lanes = []
-        for state in (GroupState.TRAINED, GroupState.LEASED):
-            for group in find_groups(self._run_dir, Asked(state, train_step=train_step), limit=512):
-                story = group_story(self._run_dir, group["group_id"])
-                moves = [(move["state"], move["time"], move["reason"]) for move in story["transitions"]]
-                lanes.append(
-                    {
-                        "group_id": group["group_id"],
-                        "task": group["task"],
-                        "tokens": group["tokens"],
-                        "model_steps": story["model_steps"],
-                        "moves": moves,
-                    }
-                )
-        return lanes
+        found = [
+            group["group_id"]
+            for state in (GroupState.TRAINED, GroupState.LEASED)
+            for group in find_groups(self._run_dir, Asked(state, train_step=train_step), limit=512)
+        ]
+        return [
+            {
+                **{name: story[name] for name in ("group_id", "task", "tokens", "model_steps")},
+                "moves": [(move["state"], move["time"], move["reason"]) for move in story["transitions"]],
+            }
+            for story in group_stories(self._run_dir, found)
+        ]
 
 
 def total(states: dict[str, dict[str, int]]) -> Counter[str]:

@@ -11,10 +11,12 @@ import msgspec
 
 from penstock.errors import RefusedError
 from penstock.replay.ledger import LEDGER_FILE
+from penstock.trainer.alarms import findings
+from penstock.trainer.history import HistoryFile, Point
+from penstock.trainer.lines import arithmetic_line
 from penstock.trainer.observers import EVENTS_FILE
-from penstock.view.alarms import findings
 from penstock.view.groups import Groups, total
-from penstock.view.history import History, Point
+from penstock.view.lanes import Activity, rollout_lanes
 from penstock.view.rollouts import Rollouts
 
 MAX_POINTS = 2_000
@@ -28,9 +30,10 @@ class Run:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.name = directory.name
-        self.history = History(directory)
+        self.history = HistoryFile(directory)
         self.groups = Groups(directory)
         self.rollouts = Rollouts(directory)
+        self._activity = Activity(directory)
         self.lock = threading.Lock()
         """Held by whoever reads on or answers: the page asks for several things at once, each in a thread."""
 
@@ -68,9 +71,11 @@ class Run:
             "at": at,
             "error": (history.ended or {}).get("error"),
             "restarts": history.restarts,
+            "arithmetic": arithmetic_line(history.arithmetic) if history.arithmetic is not None else "",
             "published": history.published,
             "tasks": states,
             "flow": {name: last[name] for name in FLOW if name in last},
+            "rates": _rates(last),
             "tokens": _token_totals(history.steps),
             "doing": [
                 {"lane": span.lane, "stage": span.stage, "train_step": span.train_step, "seconds": at - span.begin}
@@ -80,10 +85,21 @@ class Run:
             "engines": {name: msgspec.to_builtins(seen) for name, seen in sorted(history.engines.items())},
             "findings": [msgspec.to_builtins(found) for found in findings(history, total(states), at)],
             "told": [msgspec.to_builtins(told) for told in list(history.told)[-50:]],
+            "evaluated": (
+                {"step": history.evaluations[-1].step, "metrics": history.evaluations[-1].metrics}
+                if history.evaluations
+                else None
+            ),
             "recent": [
                 {"step": point.step, "reward": point.metrics.get("reward/mean")} for point in history.steps[-120:]
             ],
         }
+
+    def batch(self, step: int) -> dict[str, Any]:
+        """The groups of a train step, and a lane for each of its rollouts where the run kept their times."""
+        groups = self.groups.batch(step)
+        lanes, left_out = rollout_lanes(self.directory, step, groups)
+        return {"groups": groups, "lanes": [msgspec.to_builtins(lane) for lane in lanes], "left_out": left_out}
 
     def curves(self, names: list[str]) -> dict[str, Any]:
         """The asked metrics against their step; without names, which there are."""
@@ -117,23 +133,37 @@ class Run:
         ]
         return {
             "spans": [msgspec.to_builtins(span) for span in [*inside, *beside]],
+            "away": [
+                msgspec.to_builtins(span)
+                for span in self.history.away
+                if span.begin < end and (span.end is None or span.end > begin)
+            ],
+            "activity": self._strips(sorted(shown), begin, end),
             "steps": sorted(shown),
             "begin": begin,
             "end": end,
             "first_step": steps[0],
         }
 
+    def _strips(self, steps: list[int], begin: float, end: float) -> dict[str, list[float]]:
+        """What the rollouts of these steps did in this time of the run."""
+        trained = [point for point in self.history.steps if point.step in steps]
+        if not trained:
+            return {}
+        # The wall clock against the run's: another one after every restart.
+        ahead = trained[-1].time - trained[-1].at
+        return self._activity.strips(steps, begin + ahead, end + ahead)
 
-FLOW = (
-    "tokens/generated_per_s",
-    "tokens/trained_per_s",
-    "share/trainer_wait",
-    "share/engine_idle",
-    "staleness/mean",
-    "time/step_s",
-    "produce/failed",
-    "produce/filtered",
-)
+
+FLOW = ("tokens/trained_per_s", "share/trainer_wait", "share/engine_idle", "staleness/mean", "time/step_s")
+
+ENTERS = {
+    "completed": ("tokens/generated",),
+    "leased": ("trained_tokens", "staleness/masked_tokens", "length/masked_tokens"),
+    "trained": ("trained_tokens",),
+    "lost": ("tokens/wasted",),
+}
+"""By the part of the pipe: the tokens that went into it in a step."""
 
 
 class Runs:
@@ -183,11 +213,24 @@ def _changed(directory: Path) -> float:
         return 0.0
 
 
+def _rates(metrics: dict[str, float]) -> dict[str, float]:
+    """What went into each part of the pipe, a second of the step: rollouts where they are played, tokens elsewhere."""
+    seconds = metrics.get("time/step_s", 0.0)
+    if seconds <= 0:
+        return {}
+    entered = {
+        part: sum(metrics.get(name, 0.0) for name in names) for part, names in ENTERS.items() if names[0] in metrics
+    }
+    if "produce/rollouts" in metrics:
+        entered["running"] = metrics["produce/rollouts"]
+    return {part: amount / seconds for part, amount in entered.items()}
+
+
 def _token_totals(steps: list[Point]) -> dict[str, float]:
     totals = {"generated": 0.0, "trained": 0.0, "wasted": 0.0}
     for point in steps:
         totals["generated"] += point.metrics.get("tokens/generated", 0.0)
-        totals["trained"] += point.metrics.get("train/tokens", 0.0)
+        totals["trained"] += point.metrics.get("trained_tokens", 0.0)
         totals["wasted"] += point.metrics.get("tokens/wasted", 0.0)
     return totals
 

@@ -169,7 +169,7 @@ def _batch(run: Run, request: Request) -> dict[str, Any]:
     step = _number(request, "step")
     if step is None:
         step = run.history.steps[-1].step if run.history.steps else 0
-    return {"step": step, "lanes": run.groups.batch(step)}
+    return {"step": step, **run.batch(step)}
 
 
 def _find(run: Run, request: Request) -> dict[str, Any]:

@@ -11,13 +11,22 @@ confirm        a sync is done when the engine says so
 
 A sync is a transaction: it returns when the model step and the checksum of the received bytes are confirmed, and raises
 WeightSyncError otherwise; a sync that raised did not happen.
+
+What has torch in it is loaded when it is first used: whoever confirms needs none.
 """
 
-from penstock.weights.channel import DistantWeights, StoredChannel, WriterSettings, build_channel
-from penstock.weights.disk import DiskChannel
-from penstock.weights.in_process import InProcessChannel
-from penstock.weights.shared_memory import SharedMemoryBuffer, SharedMemoryChannel
-from penstock.weights.stored import BroadcastWeights, DiskWeights, SharedMemoryWeights, StoredWeights
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.lazy import from_modules
+
+if TYPE_CHECKING:
+    from penstock.weights.channel import DistantWeights, StoredChannel, WriterSettings, build_channel
+    from penstock.weights.disk import DiskChannel
+    from penstock.weights.in_process import InProcessChannel
+    from penstock.weights.shared_memory import SharedMemoryBuffer, SharedMemoryChannel
+    from penstock.weights.stored import BroadcastWeights, DiskWeights, SharedMemoryWeights, StoredWeights
 
 __all__ = [
     "BroadcastWeights",
@@ -33,3 +42,14 @@ __all__ = [
     "WriterSettings",
     "build_channel",
 ]
+
+__getattr__ = from_modules(
+    __name__,
+    {
+        "channel": ["DistantWeights", "StoredChannel", "WriterSettings", "build_channel"],
+        "disk": ["DiskChannel"],
+        "in_process": ["InProcessChannel"],
+        "shared_memory": ["SharedMemoryBuffer", "SharedMemoryChannel"],
+        "stored": ["BroadcastWeights", "DiskWeights", "SharedMemoryWeights", "StoredWeights"],
+    },
+)

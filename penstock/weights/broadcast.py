@@ -244,7 +244,9 @@ def receive(weights: BroadcastWeights) -> LentMemory:
 
 
 def _receive(weights: BroadcastWeights, timeout_s: float) -> LentMemory:
-    store = join_store(weights.address, weights.port, timeout_s)
+    # Where nobody listens any more, torch would go on trying for all of the time.
+    store = join_store(weights.address, weights.port, min(weights.connect_s, timeout_s))
+    store.set_timeout(timedelta(seconds=timeout_s))
     number = _ask(store, weights.checksum)
     place = msgspec.msgpack.decode(store.get(f"place/{number}"), type=_Place)
     if place.refused:

@@ -11,16 +11,18 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from penstock.errors import StorageError, WeightSyncError
 from penstock.ports import Engine, WeightSource
 from penstock.weights.channel import OwnWeights, StoredChannel
 from penstock.weights.digest import with_pool
 from penstock.weights.stored import DiskWeights, joined_checksum, tensors_checksum
+
+if TYPE_CHECKING:
+    import torch
 
 KEPT_SETS = 2
 
@@ -85,6 +87,8 @@ def write_weights(source: WeightSource, target: Path, max_file_bytes: int = 1 <<
 def _write_files(
     source: WeightSource, part: Path, max_file_bytes: int, pool: ThreadPoolExecutor
 ) -> tuple[tuple[str, ...], str, int]:
+    from safetensors.torch import save_file
+
     checksums: list[str] = []
     files: list[str] = []
     total = 0

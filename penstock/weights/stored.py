@@ -17,14 +17,17 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
-import torch
 from safetensors import SafetensorError, safe_open
 
 from penstock.errors import WeightSyncError
 from penstock.weights.digest import Bytes, TensorEntry, checksum, dtype_name, tensor_bytes, with_pool
+
+if TYPE_CHECKING:
+    # Who only hands the records on, as the controller in its actor does, needs no torch.
+    import torch
 
 
 class ReceivedWeights:
@@ -131,6 +134,8 @@ class SharedMemoryWeights(msgspec.Struct, frozen=True, kw_only=True, tag="shared
             raise WeightSyncError(f"the weights in {self.path} are gone: {error}") from error
 
     def _memory(self, descriptor: int) -> torch.Tensor:
+        import torch
+
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         memory = _mapped(descriptor, self.path)
         if len(memory) < self.num_bytes:
@@ -257,6 +262,8 @@ def views(memory: torch.Tensor, entries: tuple[TensorEntry, ...]) -> dict[str, t
 
 
 def _view(memory: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    import torch
+
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise WeightSyncError(f"{entry.name} has dtype {entry.dtype}, which this torch does not know")

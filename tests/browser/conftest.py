@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, Request, sync_playwright
-from view_runs import make_run
-
-from penstock.view.runs import Runs
-from penstock.view.server import ViewServer
+from view_runs import make_run, served
 
 FLAGS = [
     "--no-sandbox",
@@ -26,18 +21,6 @@ FLAGS = [
     "--disable-sync",
 ]
 WAIT_MS = 20_000
-
-
-@contextlib.contextmanager
-def served(directory: Path) -> Iterator[str]:
-    server = ViewServer(Runs(directory))
-    thread = threading.Thread(target=server.serve, name="view")
-    thread.start()
-    try:
-        yield server.url
-    finally:
-        server.stop()
-        thread.join(20)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 
 import pytest
@@ -195,26 +196,38 @@ def test_a_driver_that_does_not_ask_is_not_waited_for_for_ever():
     asyncio.run(run())
 
 
-def test_what_runs_for_a_process_that_collects_no_more_is_ended():
-    """The actor's program, without an actor: a dead loop's calls do not run in a judger for ever."""
+@pytest.fixture
+def host():
+    """The actor's program, without an actor."""
+    yield Host("judger")
+    gc.unfreeze()
+    logging.getLogger("penstock").removeHandler(logging.getLogger("penstock").handlers[-1])
+
+
+LENGTH = Description(name="j", port="judger", build=hosted.Length)
+
+
+def test_the_garbage_collector_of_an_actor_passes_by_what_was_built_in_it(host):
+    asyncio.run(host.install("part", pack_luggage(LENGTH, {})))
+    assert gc.get_freeze_count() > 0
+
+
+def test_what_runs_for_a_process_that_collects_no_more_is_ended(host):
+    """A dead loop's calls do not run in a judger for ever."""
 
     async def run():
-        host = Host("judger")
-        try:
-            await host.install("part", pack_luggage(Description(name="j", port="judger", build=hosted.Length), {}))
-            wait = PackedGroup(group("a"))
-            wait.group[0].response_text = "wait"
-            ask = Ask(1, "part", "judge", pack((wait,)), "answer")
-            incarnation = (await host.incarnation()).decode()
-            await host.post("dead", incarnation, encode_messages([ask]))
-            (dead,) = host._connections.values()
-            (running,) = dead.answering._running.values()
-            dead.collected_at -= 10**6
-            assert decode_messages(await host.collect("living", incarnation, 0.01, False)) == []
-            await asyncio.wait([running], timeout=5)
-            assert running.cancelled() and list(host._connections) == ["living"]
-            assert await host.post("living", "of another actor", encode_messages([ask])) == b""
-        finally:
-            logging.getLogger("penstock").removeHandler(logging.getLogger("penstock").handlers[-1])
+        await host.install("part", pack_luggage(LENGTH, {}))
+        wait = PackedGroup(group("a"))
+        wait.group[0].response_text = "wait"
+        ask = Ask(1, "part", "judge", pack((wait,)), "answer")
+        incarnation = (await host.incarnation()).decode()
+        await host.post("dead", incarnation, encode_messages([ask]))
+        (dead,) = host._connections.values()
+        (running,) = dead.answering._running.values()
+        dead.collected_at -= 10**6
+        assert decode_messages(await host.collect("living", incarnation, 0.01, False)) == []
+        await asyncio.wait([running], timeout=5)
+        assert running.cancelled() and list(host._connections) == ["living"]
+        assert await host.post("living", "of another actor", encode_messages([ask])) == b""
 
     asyncio.run(run())

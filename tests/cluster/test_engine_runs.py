@@ -1,10 +1,9 @@
-"""Whole runs of `tiny-ray` whose engines, controller, nodes and driver are killed."""
+"""Whole runs of `tiny-ray` whose engines, controller and nodes are killed."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import signal
 import tempfile
 from pathlib import Path
 
@@ -76,27 +75,6 @@ def test_a_killed_actor_of_every_kind_costs_time_and_nothing_else(in_process, st
     assert summary["actors_lost"] == len(killed)
     assert summary["actor_seconds_lost"] == pytest.approx(sum(event.seconds for event in recovered))
     assert 0 < summary["effective_time_ratio"] < 1
-    assert leftovers(cluster) == []
-
-
-def test_a_killed_driver_leaves_nothing_and_its_run_goes_on_from_the_ledger(in_process, start, cluster):
-    command = [
-        "train",
-        "tiny-ray",
-        "--address",
-        cluster.address,
-        *settings(*SAME, *all_with(1), "checkpoint_interval=3"),
-    ]
-    process, run = start(*command)
-    wait_for_steps(process, run, 4)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
-    process, _ = start(*command, "--resume", directory=run.parent)
-    output, _ = process.communicate(timeout=280)
-    assert process.returncode == 0, output
-    require_whole(run)
-    assert weights(run) == weights(in_process)
-    assert {word.rpartition(" ")[2] for word in story(run)} == {"active"}, "nothing was lost but the driver"
     assert leftovers(cluster) == []
 
 

@@ -55,8 +55,8 @@ def undisturbed(begin) -> Path:
     return finished(*begin())
 
 
-def finished(process: subprocess.Popen[str], run: Path) -> Path:
-    output, _ = process.communicate(timeout=280)
+def finished(process: subprocess.Popen[str], run: Path, timeout_s: float = 280.0) -> Path:
+    output, _ = process.communicate(timeout=timeout_s)
     assert process.returncode == 0, output
     return run
 

@@ -41,7 +41,7 @@ def start(model_cache, tmp_path_factory):
         process = subprocess.Popen(
             [sys.executable, "-m", "penstock.cli", *arguments, "--run-dir", "run"],
             cwd=directory,
-            env=os.environ | {"PENSTOCK_HOME": str(model_cache)},
+            env=os.environ | {"PENSTOCK_HOME": str(model_cache.parent)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -79,7 +79,7 @@ def penstock(model_cache, tmp_path):
         process = subprocess.Popen(
             [sys.executable, "-m", "penstock.cli", *arguments],
             cwd=tmp_path,
-            env=os.environ | {"PENSTOCK_HOME": str(model_cache), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PENSTOCK_HOME": str(model_cache.parent), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -11,11 +11,14 @@ import pytest
 
 
 @pytest.mark.sized
+@pytest.mark.long_tier
 @pytest.mark.timeout(600)
-def test_kills_of_real_runs_lose_skip_and_double_nothing(full_size):
-    kills = 10 if full_size else 3
+def test_kills_of_real_runs_lose_skip_and_double_nothing(size):
+    # The tier of crashes makes sixty.
+    kills = size(3, 3, 10)
     command = [sys.executable, str(Path(__file__).with_name("runner.py")), "--kills", str(kills), "--seed", "10"]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     verdict = json.loads(ended.stdout.splitlines()[-1])
+    assert verdict.pop("in_writes") >= kills // 10
     assert verdict == {"kills": kills, "lost": 0, "skipped": 0, "doubled": 0}

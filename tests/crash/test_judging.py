@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,8 @@ pytestmark = pytest.mark.crash_tier
 STEPS, GROUPS, SIBLINGS = 2, 8, 2
 JUDGED_BEFORE_THE_KILL = GROUPS * SIBLINGS + 9
 """All of the first step, and some of the second."""
+
+UNFINISHED = ("running", "aborted")
 
 RUN = f"""\
 import os
@@ -51,15 +54,21 @@ trainer = (
 """
 
 
+def states_of(run_dir: Path) -> dict[str, str]:
+    with open_read_only(run_dir) as connection:
+        return dict(connection.execute("SELECT group_id, state FROM groups"))
+
+
 def test_a_driver_killed_while_it_judges_has_only_what_was_not_finished_judged_again_once(penstock, tmp_path, wait_for):
     (tmp_path / "run.py").write_text(RUN)
     run_dir = tmp_path / "run"
     run = penstock("train", "run.py", "--run-dir", "run")
     wait_for((tmp_path / "judging").exists, run)
+    # A slow disk writes the second step's groups down while they are judged already: they would be drawn again.
+    wait_for(lambda: set(UNFINISHED) & set(states_of(run_dir).values()), run)
     run.send_signal(signal.SIGKILL)
     run.communicate()
-    with open_read_only(run_dir) as connection:
-        states = dict(connection.execute("SELECT group_id, state FROM groups"))
+    states = states_of(run_dir)
     (tmp_path / "killed").touch()
 
     resumed = penstock("train", "run.py", "--run-dir", "run", "--resume")
@@ -74,8 +83,8 @@ def test_a_driver_killed_while_it_judges_has_only_what_was_not_finished_judged_a
             words[rollout["group_id"]] = rollout["ground_truth"]
     assert len(words) == STEPS * GROUPS
     before, after = (Counter((tmp_path / when).read_text().split()) for when in ("before", "after"))
-    finished = [group for group, state in states.items() if state not in ("running", "aborted")]
-    unfinished = [group for group, state in states.items() if state in ("running", "aborted")]
+    finished = [group for group, state in states.items() if state not in UNFINISHED]
+    unfinished = [group for group, state in states.items() if state in UNFINISHED]
     assert len(finished) >= GROUPS and unfinished
     assert {before[words[group]] for group in finished} == {SIBLINGS}
     assert {after[words[group]] for group in finished} == {0}

@@ -41,7 +41,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_cache: Path) -> It
     """A directory in which the commands are given one after the other, as a reader would."""
     directory = tmp_path_factory.mktemp("reader")
     with contextlib.chdir(directory), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PENSTOCK_HOME", str(model_cache))
+        patch.setenv("PENSTOCK_HOME", str(model_cache.parent))
         yield directory
 
 

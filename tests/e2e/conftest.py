@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import subprocess
@@ -9,53 +11,64 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_commands import Command, Commands
 
 from penstock.models import set_cache_directory
 
 
 @pytest.fixture(autouse=True)
-def _use_model_cache(model_cache):
+def _use_model_cache(model_cache, make_known):
+    make_known("tiny")
     set_cache_directory(model_cache)
     yield
     set_cache_directory(None)
 
 
-def start_penstock(model_cache: Path, cwd: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "penstock.cli", *arguments],
-        cwd=cwd,
-        env=os.environ | {"PENSTOCK_HOME": str(model_cache)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
 @pytest.fixture
-def penstock(model_cache, tmp_path):
-    """Start the command in a directory of its own; returns the process. None outlives its test."""
-    started = []
-
-    def start(*arguments: str) -> subprocess.Popen[str]:
-        started.append(start_penstock(model_cache, tmp_path, *arguments))
-        return started[-1]
-
-    yield start
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-        process.stdout.close()
+def tiny_chat(make_known):
+    return make_known("tiny-chat")
 
 
 @pytest.fixture(scope="session")
-def tiny_run(model_cache, tmp_path_factory):
-    """The run directory of `penstock train tiny`, run once."""
-    directory = tmp_path_factory.mktemp("tiny")
-    run = start_penstock(model_cache, directory, "train", "tiny", "--run-dir", "run")
-    output, _ = run.communicate(timeout=240)
-    assert run.returncode == 0, output
-    return directory / "run"
+def commands():
+    commands = Commands()
+    yield commands
+    commands.close()
+
+
+@pytest.fixture
+def penstock(commands, model_cache, tmp_path):
+    """Start the command in a directory of its own; returns the process. None outlives its test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments: str) -> Command:
+            environment = os.environ | {"PENSTOCK_HOME": str(model_cache.parent)}
+            return stack.enter_context(
+                contextlib.closing(commands.start(*arguments, cwd=tmp_path, environment=environment))
+            )
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def tiny_run(model_cache, make_known):
+    """The run directory of `penstock train tiny`, as a shell starts it: run once, for all test processes."""
+    make_known("tiny")
+    home = model_cache.parent
+    with (home / "tiny_run.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (home / "run" / "summary.json").exists():
+            run = subprocess.run(
+                [sys.executable, "-m", "penstock.cli", "train", "tiny", "--run-dir", "run"],
+                cwd=home,
+                env=os.environ | {"PENSTOCK_HOME": str(home)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=240,
+            )
+            assert run.returncode == 0, run.stdout
+    return home / "run"
 
 
 @pytest.fixture

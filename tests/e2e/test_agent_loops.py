@@ -179,17 +179,21 @@ def assert_rises(run_dir: Path, name: str = "reward/mean", by: float = 0.3) -> N
     assert last - first >= by, f"{name} {first:.3f} -> {last:.3f}"
 
 
+@pytest.mark.usefixtures("tiny_chat")
 @pytest.mark.long_tier
 @pytest.mark.timeout(900)
 def test_tools_tiny_learns_to_ask_the_calculator(tmp_path, penstock):
-    run = penstock("train", "tools-tiny", "--run-dir", "run")
+    # The first 12 of its 30 steps: so much is learned by then.
+    settings = ("--set", "total_steps=12", "--set", "evaluator.eval_sample_num=20")
+    run = penstock("train", "tools-tiny", "--run-dir", "run", *settings)
     output, _ = run.communicate(timeout=880)
     assert run.returncode == 0, output
     assert_rises(tmp_path / "run")
     assert_rises(tmp_path / "run", "reward/parts/called_rightly")
 
 
-@pytest.mark.long_tier
+@pytest.mark.usefixtures("tiny_chat")
+@pytest.mark.soak_tier
 @pytest.mark.timeout(900)
 def test_guess_tiny_learns_to_listen(tmp_path, penstock):
     run = penstock("train", "guess-tiny", "--run-dir", "run")
@@ -198,6 +202,7 @@ def test_guess_tiny_learns_to_listen(tmp_path, penstock):
     assert_rises(tmp_path / "run")
 
 
+@pytest.mark.usefixtures("tiny_chat")
 @pytest.mark.long_tier
 @pytest.mark.timeout(900)
 def test_a_loop_written_for_verl_trains(tmp_path, penstock):
@@ -207,6 +212,7 @@ def test_a_loop_written_for_verl_trains(tmp_path, penstock):
         "from penstock.recipes.tools_tiny import trainer as tools\n"
         "loop = VerlAgentLoopConfig(path='verl_loops.CalculatorLoop', sample_params=SampleParams(max_tokens=64))\n"
         "trainer = tools.replace('evaluator', None).replace('manager.tasks.0.agent_loop_config', loop)\n"
+        "trainer = trainer.replace('total_steps', 12)\n"
     )
     run = penstock("train", "my_run.py", "--run-dir", "run")
     output, _ = run.communicate(timeout=880)

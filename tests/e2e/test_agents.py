@@ -122,7 +122,7 @@ trainer = {trainer}(
 """
 
 
-def run_file(directory: Path, client: str, *, steps: int = 16, beside: bool = False) -> Path:
+def run_file(directory: Path, client: str, *, steps: int = 8, beside: bool = False) -> Path:
     trainer = "RLDisaggregatedTrainerConfig" if beside else "RLColocateTrainerConfig"
     text = RUN.format(trainer=trainer, process=", process=True" if beside else "", steps=steps)
     path = directory / "run_of_agents.py"
@@ -134,8 +134,16 @@ def rewards(read_lines, run: Path) -> list[float]:
     return [line["reward/mean"] for line in read_lines(run / "metrics.jsonl") if "reward/mean" in line]
 
 
-@pytest.mark.long_tier
-@pytest.mark.parametrize("client", AGENTS)
+@pytest.mark.usefixtures("tiny_chat")
+@pytest.mark.parametrize(
+    "client",
+    [
+        pytest.param("openai", marks=pytest.mark.long_tier),
+        # Streamed, one is trained below too, beside its producer.
+        pytest.param("openai stream", marks=pytest.mark.soak_tier),
+        pytest.param("anthropic", marks=pytest.mark.long_tier),
+    ],
+)
 def test_an_unmodified_agent_is_trained(client, penstock, tmp_path, read_lines):
     run = penstock("train", str(run_file(tmp_path, client)), "--run-dir", "run")
     output, _ = run.communicate(timeout=280)
@@ -145,12 +153,13 @@ def test_an_unmodified_agent_is_trained(client, penstock, tmp_path, read_lines):
     # The engine's logprobs of a conversation with tools are the trainer's: recorded ids are what the model saw.
     steps = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "reward/mean" in line]
     assert steps[0]["train/mismatch/max_abs"] < 1e-3
-    rows = read_lines(tmp_path / "run" / "trajectories" / "step-000016.jsonl")
+    rows = read_lines(tmp_path / "run" / "trajectories" / "step-000008.jsonl")
     assert any(len(row["turns"]) >= 3 for row in rows)
     check_ledger(tmp_path / "run").require_none()
 
 
-@pytest.mark.long_tier
+@pytest.mark.usefixtures("tiny_chat")
+@pytest.mark.soak_tier
 @pytest.mark.parametrize("recipe", ["agent-openai", "agent-cli"])
 def test_the_recipes_of_agents_learn(recipe, penstock, tmp_path, read_lines):
     run = penstock("train", recipe, "--run-dir", "run")
@@ -160,9 +169,25 @@ def test_the_recipes_of_agents_learn(recipe, penstock, tmp_path, read_lines):
     assert np.mean(found[-4:]) - np.mean(found[:1]) >= 0.3, found
 
 
+@pytest.mark.usefixtures("tiny_chat")
+@pytest.mark.long_tier
+def test_an_agent_that_is_a_program_is_trained(penstock, tmp_path, read_lines):
+    """With a process for each of its rollouts; that it learns is shown by a longer run."""
+    run = penstock("train", "agent-cli", "--run-dir", "run", "--set", "total_steps=2", "--set", "train_batch_size=2")
+    output, _ = run.communicate(timeout=280)
+    assert run.returncode == 0, output
+    steps = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [step["step"] for step in steps] == [1, 2]
+    assert steps[0]["train/mismatch/max_abs"] < 1e-3 and steps[0]["train/grad_norm"] > 0
+    rows = read_lines(tmp_path / "run" / "trajectories" / "step-000002.jsonl")
+    assert len(rows) == 16 and any(len(row["turns"]) >= 3 for row in rows)
+    check_ledger(tmp_path / "run").require_none()
+
+
+@pytest.mark.usefixtures("tiny_chat")
 @pytest.mark.long_tier
 def test_weights_that_change_in_the_middle_of_a_conversation_are_invisible_to_the_agent(penstock, tmp_path, read_lines):
-    run = penstock("train", str(run_file(tmp_path, "openai stream", beside=True)), "--run-dir", "run")
+    run = penstock("train", str(run_file(tmp_path, "openai stream", steps=10, beside=True)), "--run-dir", "run")
     output, _ = run.communicate(timeout=280)
     assert run.returncode == 0, output
     found = rewards(read_lines, tmp_path / "run")
@@ -239,6 +264,7 @@ trainer = RLColocateTrainerConfig(
 """
 
 
+@pytest.mark.usefixtures("tiny_chat")
 @pytest.mark.long_tier
 def test_after_a_kill_in_the_middle_of_conversations_finished_turns_are_not_asked_again(penstock, tmp_path, read_lines):
     (tmp_path / "killed_run.py").write_text(KILLED.format(here=str(tmp_path)))
@@ -292,9 +318,10 @@ def test_a_trained_run_is_served_to_any_client(tiny_run, penstock):
     server = penstock("serve", str(tiny_run), "--port", "0", "--max-tokens", "8")
     try:
         assert server.stdout is not None
-        lines = [server.stdout.readline() for _ in range(4)]
-        base_url, key = lines[1].split()[-1], lines[2].split()[-1]
-        assert lines[3].split()[:2] == ["curl", f"{base_url}/chat/completions"]
+        assert any(line.startswith("serving run") for line in server.stdout)
+        lines = [server.stdout.readline() for _ in range(3)]
+        base_url, key = lines[0].split()[-1], lines[1].split()[-1]
+        assert lines[2].split()[:2] == ["curl", f"{base_url}/chat/completions"]
         with openai.OpenAI(base_url=base_url, api_key=key) as client:
             ask = client.chat.completions.create
             answer = ask(model="m", messages=[{"role": "user", "content": "fead>"}], temperature=0)

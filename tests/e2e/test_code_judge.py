@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 
-@pytest.mark.long_tier
+@pytest.mark.soak_tier
 @pytest.mark.timeout(300)
 def test_code_tiny_learns_to_write_functions_that_pass_their_tests(penstock, tmp_path, read_lines):
     run = penstock("train", "code-tiny", "--run-dir", "run", "--set", "eval_interval=30")

@@ -8,9 +8,9 @@ import os
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
+from engine_processes import engines_of
 
 from penstock.cli.config_file import load_config
 from penstock.errors import WeightSyncError
@@ -18,19 +18,6 @@ from penstock.events import EngineChanged
 from penstock.models import resolve_model
 from penstock.testing.ledger_history import check_ledger
 from penstock.trainer.observers import read_events
-
-
-def engines_of(trainer: int) -> list[int]:
-    """The processes of the engines that this trainer started."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes()
-        except OSError:  # it ended meanwhile
-            continue
-        if b"penstock.engine.server" in command and command.endswith(f"{trainer}\0".encode()):
-            found.append(int(path.parent.name))
-    return found
 
 
 @pytest.mark.long_tier
@@ -42,6 +29,7 @@ def test_when_no_engine_can_come_back_the_run_stops_names_them_and_resumes_with_
     weights = model / "model.safetensors"
     command = ["train", "tiny-async", "--run-dir", "run", "--set", f"model={model}", "--set", "evaluator=null"]
     command += ["--set", "engines.num_engines=2", "--set", "checkpoint_interval=2"]
+    command += ["--set", "train_batch_size=4"]
     run = penstock(*command, "--set", "total_steps=100000")
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 120

@@ -15,6 +15,7 @@ from penstock.trainer.observers import read_events
 @pytest.mark.long_tier
 def test_engines_join_and_leave_a_disaggregated_run_and_nothing_is_lost(penstock, tmp_path, read_lines):
     command = ["train", "tiny-async", "--run-dir", "run", "--set", "evaluator=null", "--set", "checkpoint_interval=2"]
+    command += ["--set", "train_batch_size=4"]
     run = penstock(*command, "--set", "total_steps=100000")
     metrics = tmp_path / "run" / "metrics.jsonl"
 

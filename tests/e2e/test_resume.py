@@ -52,6 +52,20 @@ def test_a_run_is_trained_resumed_with_its_settings_and_changed_where_that_is_al
     assert "there are step-000004, step-000003, in runs/tiny/checkpoints" in capsys.readouterr().err
 
 
+def test_what_auto_stands_for_is_said_once_found_and_kept_when_the_run_goes_on(capsys):
+    auto = ["deterministic=false", "train.dtype=auto", "engines.engine.dtype=auto"]
+    assert main(["train", "tiny", *SMALL, *(word for each in auto for word in ("--set", each))]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("arithmetic: training")]
+    assert "as the run began" not in line
+    assert main(["train", "tiny", "--run-dir", "runs/tiny", "--resume", "--set", "total_steps=3"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("arithmetic: training")]
+    assert line.endswith("as the run began")
+    told = [json.loads(line) for line in Path("runs/tiny/events.jsonl").read_text().splitlines()]
+    first, second = [event for event in told if event["kind"] == "arithmetic_chosen"]
+    assert (first["train"], first["engine"]) == (second["train"], second["engine"])
+    assert second["began_on"] == first["cpu"]
+
+
 def test_a_run_does_not_go_on_with_another_model_in_the_same_directory(tmp_path, capsys):
     model = tmp_path / "model"
     shutil.copytree(resolve_model("tiny"), model)

@@ -39,7 +39,7 @@ trainer = tiny.replace("trackers", [NobodyThere(), GoesAway(), JsonlTrackerConfi
 
 @pytest.mark.long_tier
 def test_a_service_that_cannot_be_reached_or_goes_away_never_ends_a_run(tmp_path, monkeypatch, model_cache):
-    monkeypatch.setenv("PENSTOCK_HOME", str(model_cache))
+    monkeypatch.setenv("PENSTOCK_HOME", str(model_cache.parent))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "watched.py").write_text(RUN_FILE)
     assert main(["train", "watched.py", "--set", "total_steps=1", "--set", "evaluator=null"]) == 0

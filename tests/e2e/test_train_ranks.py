@@ -68,7 +68,7 @@ def _recoveries(run_dir: Path) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.long_tier
+@pytest.mark.soak_tier
 def test_tiny_learns_with_two_ranks(train):
     run_dir = train("ranks", steps=FULL_STEPS)
     summary = json.loads((run_dir / "summary.json").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import subprocess
 import sys
@@ -17,6 +18,12 @@ def test_every_public_name_resolves_and_says_what_it_is(name: str) -> None:
     assert inspect.getdoc(found), f"penstock.{name} has no docstring"
     if inspect.isclass(found):
         assert found.__doc__, f"penstock.{name} has only the docstring of its base"
+
+
+@pytest.mark.parametrize("package", ["penstock.trainer", "penstock.weights"])
+def test_every_name_of_a_package_that_loads_them_late_resolves(package: str) -> None:
+    module = importlib.import_module(package)
+    assert all(getattr(module, name) is not None for name in module.__all__)
 
 
 def test_the_list_is_sorted_and_has_no_name_twice() -> None:

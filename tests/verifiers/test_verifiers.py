@@ -74,7 +74,7 @@ def test_the_run_in_the_documentation_learns(tmp_path: Path, model_cache: Path) 
     done = subprocess.run(
         [sys.executable, "-m", "penstock.cli", "train", "run_of_verifiers.py", "--run-dir", "run"],
         cwd=tmp_path,
-        env=os.environ | {"PENSTOCK_HOME": str(model_cache)},
+        env=os.environ | {"PENSTOCK_HOME": str(model_cache.parent)},
         capture_output=True,
         text=True,
         timeout=280,

@@ -76,7 +76,7 @@ def make(run: Run, model_dir: Path) -> Iterator[Callable[..., ProcessEngine]]:
         config = VllmEngineConfig(
             **{"dtype": "float32", "max_running": 6, "max_context": 2048, "kv_cache_gb": 0.1, **fields}
         )
-        engine = config.build(str(model_dir), CharacterTokenizer(), threads=1)
+        engine = config.build(str(model_dir), CharacterTokenizer(), threads=1, most_threads=2)
         assert isinstance(engine, ProcessEngine)
         engines.append(engine)
         return engine

@@ -22,6 +22,7 @@ import msgspec
 
 from penstock.agent_loop.parsers import Parser, call_beginnings
 from penstock.agent_loop.rendering import Seams, render_conversation
+from penstock.agent_loop.session.allowance import Allowance
 from penstock.agent_loop.session.placing import Place, Placing
 from penstock.agent_loop.session.reply import Reply
 from penstock.agent_loop.session.requests import Asking, Call, Finished, Refused, bad_request
@@ -103,7 +104,7 @@ class Session:
         self._making: set[asyncio.Task[None]] = set()
         self._answers: list[Recorded] = []
         self._turns = 0
-        self._tokens = 0
+        self._allowance = Allowance(rules.max_tokens)
         self._closed = False
 
     def ask(self, asking: Asking, *, request: bytes = b"", retried: bool = False) -> Reply:
@@ -128,7 +129,9 @@ class Session:
             place = self._placing.take(reading.after, reading.ids)
         except Interrupted:  # the rollout's time is up, and its agent does not know yet
             raise _ended() from None
-        reply = Reply(asking, self._answer_id(place), prompt_tokens)
+        # Without the conversation: a reply is kept for as long as the session, and every turn brings all of it.
+        kept = msgspec.structs.replace(asking, messages=(), tools=())
+        reply = Reply(kept, self._answer_id(place), prompt_tokens)
         self._turns += 1
         self.unheeded.update(asking.unheeded, asking.sampling)
         self._replies.setdefault(request, []).append(reply)
@@ -171,7 +174,7 @@ class Session:
         if self._turns >= rules.max_turns:
             self.cut = True
             raise _limit(f"this session has had its {rules.max_turns} turns")
-        if rules.max_tokens is not None and self._tokens >= rules.max_tokens:
+        if self._allowance.left is not None and self._allowance.left <= 0:
             self.cut = True
             raise _limit(f"this session has had its {rules.max_tokens} tokens")
 
@@ -209,8 +212,8 @@ class Session:
         """The run's, with the client's stops and the smallest of all bounds. Raises Refused when none is left."""
         own, rules = self._sample_params, self.rules
         bounds = [own.max_tokens] + ([asking.max_tokens] if asking.max_tokens is not None else [])
-        if rules.max_tokens is not None:
-            bounds.append(rules.max_tokens - self._tokens)
+        if self._allowance.left is not None:
+            bounds.append(self._allowance.left)
         if rules.context:
             if prompt_tokens >= rules.context:
                 self.cut = True
@@ -225,14 +228,26 @@ class Session:
                 raise bad_request(
                     f"max_tokens is {asking.max_tokens}; the run's answers have at least {own.min_tokens}"
                 )
-            self.cut = True
-            raise _limit(f"{min(bounds)} tokens are left; the run's answers have at least {own.min_tokens}")
+            raise self._too_few(min(bounds))
         return msgspec.structs.replace(own, max_tokens=min(bounds), stop=(*own.stop, *asking.stop))
+
+    def _too_few(self, left: int) -> Refused:
+        self.cut = True
+        return _limit(
+            f"{left} tokens are left; the run's answers have at least {max(1, self._sample_params.min_tokens)}"
+        )
 
     async def _make(self, reply: Reply, place: Place, params: SampleParams, reading: _Reading) -> None:
         """The boundary where whatever happens to an answer becomes what its client is told."""
         try:
-            finished, recorded = await self._answer(reply, place, params, reading)
+            async with self._allowance.part(params.max_tokens) as granted:
+                if granted < max(1, params.min_tokens):  # others, asked for at the same time, had the rest
+                    raise self._too_few(granted)
+                params = msgspec.structs.replace(params, max_tokens=granted)
+                finished, recorded = await self._answer(reply, place, params, reading)
+        except Refused as refused:
+            self._refuse(reply, place, refused)
+            return
         except Exception as error:
             self._refuse(reply, place, self._explained(error))
             return
@@ -313,7 +328,7 @@ class Session:
             resume_at=None if resume_at is None else begin + resume_at,
             text=answer.text,
         )
-        self._tokens += len(ids)
+        self._allowance.spend(len(ids))
         self._answers.append(recorded)
         if reading.history is not None:
             self._tree.add(reading.history, finished.as_message(), recorded)

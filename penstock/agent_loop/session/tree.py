@@ -118,10 +118,9 @@ class Tree:
         return (model, *(json.dumps(_plain(tool), sort_keys=True) for tool in tools))
 
     def _key(self, message: Message) -> Key:
-        parts = [message["role"], message["content"]]
-        if self._strictness == "role-and-content":
-            return tuple(parts)
-        parts += [message.get("name", ""), message.get("tool_call_id", "")]
+        if len(message) == 2 or self._strictness == "role-and-content":  # most of a conversation; nothing but these two
+            return message["role"], message["content"]
+        parts = [message["role"], message["content"], message.get("name", ""), message.get("tool_call_id", "")]
         for call in message.get("tool_calls", ()):
             arguments = call["function"]["arguments"]
             if self._strictness == "json-arguments":

@@ -18,24 +18,25 @@ UNHEEDED = ("response_format", "logit_bias", "presence_penalty", "frequency_pena
 """What asks for another distribution or a form of answer; an answer of the model's own is given."""
 
 
-class _Part(msgspec.Struct):
+# Every turn brings all of its conversation: nothing of it is worth looking through for garbage.
+class _Part(msgspec.Struct, gc=False):
     type: str
     text: str | None = None
     refusal: str | None = None
 
 
-class _Function(msgspec.Struct):
+class _Function(msgspec.Struct, gc=False):
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
-class _Call(msgspec.Struct):
+class _Call(msgspec.Struct, gc=False):
     function: _Function
     id: str = ""
     type: Literal["function"] = "function"
 
 
-class _Message(msgspec.Struct):
+class _Message(msgspec.Struct, gc=False):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text = None
     tool_calls: list[_Call] | None = None
@@ -111,7 +112,7 @@ class ChatWire:
         choice = asked.tool_choice
         unheeded = ("tool_choice",) if tools and choice not in (None, "auto", "none") else ()
         return Asking(
-            messages=tuple(_message(message) for message in asked.messages),
+            messages=tuple([_message(message) for message in asked.messages]),
             tools=tools,
             reads_calls=bool(tools) and choice != "none",
             **_common(asked, unheeded),
@@ -271,7 +272,7 @@ def _message(message: _Message) -> Message:
     """With those fields only that a template writes or that tell messages apart."""
     read: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": _text(message.content),
+        "content": message.content if isinstance(message.content, str) else _text(message.content),
     }
     if message.tool_calls:
         if message.role != "assistant":
@@ -291,12 +292,10 @@ def _call(call: _Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def _text(content: Text) -> str:
-    """Parts on lines of their own."""
-    if content is None or isinstance(content, str):
-        return content or ""
+def _text(parts: list[_Part] | None) -> str:
+    """On lines of their own."""
     texts = []
-    for part in content:
+    for part in parts or ():
         text = part.text if part.type == "text" else part.refusal if part.type == "refusal" else None
         if text is None:
             raise bad_request(f"a message has a part of type {part.type!r}; only text is served")

@@ -10,6 +10,7 @@ cache.py      keys and values, one slot per running answer
 attention.py  one new token per slot over the cache, and a prompt over itself
 model.py      what the scheduler asks of a model
 products.py   hidden states times weights, by dtype and machine
+lanes.py      a decode step split by rows, where that is faster
 forward.py    fused forward of the Llama and Qwen families
 generic.py    any transformers causal LM through its own forward
 weights.py    Hugging Face names to places in the engine's layout, all or nothing

@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig
 
 from penstock.engine.torch_engine.engine import EmbeddedEngine
 from penstock.engine.torch_engine.forward import FusedModel
+from penstock.engine.torch_engine.lanes import LaneTeam
 from penstock.engine.torch_engine.model import LanguageModel
 from penstock.engine.torch_engine.scheduler import Finish, Scheduler
 from penstock.errors import ModelError
-from penstock.models.bfloat16 import choose_dtype, keep_onednn_alive
+from penstock.models.arithmetic import choose, work_of
+from penstock.models.bfloat16 import keep_onednn_alive
 from penstock.models.context import attention_window, rope_limit
-from penstock.models.families import is_like_llama, read_weights
+from penstock.models.cores import ThreadCount
+from penstock.models.families import describe, is_like_llama, read_weights
 from penstock.models.load import load_causal_lm
-from penstock.models.threads import release_threads
+from penstock.models.threads import Team, release_threads
 from penstock.ports import Tokenizer
 
 if TYPE_CHECKING:
@@ -26,8 +28,16 @@ if TYPE_CHECKING:
 
 
 def build_engine(
-    config: EmbeddedEngineConfig, model_dir: str, tokenizer: Tokenizer, *, deterministic: bool, threads: int | None
+    config: EmbeddedEngineConfig,
+    model_dir: str,
+    tokenizer: Tokenizer,
+    *,
+    deterministic: bool,
+    threads: int | None,
+    most_threads: int | None = None,
 ) -> EmbeddedEngine:
+    """It computes with at most `threads`; with `most_threads` those are its for certain, and more while they are idle.
+    In a deterministic run the number is fixed."""
     model, limit = load_model(config, model_dir, deterministic=deterministic)
     release_threads()
     max_context = limit if config.max_context is None else config.max_context
@@ -45,17 +55,23 @@ def build_engine(
             deterministic=deterministic,
         )
 
-    if deterministic:
-        # Kernels split rows among threads; a power of two splits them at the same places for every row count used.
-        threads = 1 << ((threads or torch.get_num_threads()).bit_length() - 1)
     return EmbeddedEngine(
         make_scheduler,
         tokenizer,
         model_dir=Path(model_dir),
         vocab_size=model.vocab_size,
         max_context=max_context,
-        threads=threads,
+        team=_team(model, threads or torch.get_num_threads(), most_threads, deterministic=deterministic),
     )
+
+
+def _team(model: LanguageModel, threads: int, most_threads: int | None, *, deterministic: bool) -> Team | LaneTeam:
+    if deterministic:
+        # Kernels split rows among threads; a power of two splits them at the same places for every row count used.
+        fixed = 1 << (threads.bit_length() - 1)
+        return Team(ThreadCount(fixed, fixed))
+    team = Team(ThreadCount(most_threads or threads, threads if most_threads is not None else 1))
+    return LaneTeam(team, model.lanes) if isinstance(model, FusedModel) and model.device.type == "cpu" else team
 
 
 def load_model(config: EmbeddedEngineConfig, model_dir: str, *, deterministic: bool) -> tuple[LanguageModel, int]:
@@ -63,12 +79,13 @@ def load_model(config: EmbeddedEngineConfig, model_dir: str, *, deterministic: b
     device, directory = torch.device(config.device), Path(model_dir)
     keep_onednn_alive()
     try:
-        described = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        described = describe(directory)
         fused = config.fused and is_like_llama(described)
         state = read_weights(directory, described) if fused else None
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"the model in {model_dir} cannot be loaded as a causal language model: {error}") from error
-    dtype = choose_dtype(config.dtype, fused=fused, deterministic=deterministic, device=config.device)
+    work = work_of(described, rows=config.max_running) if fused else None
+    dtype = choose(config.dtype, work, deterministic=deterministic, device=config.device).torch_dtype
     model: LanguageModel
     if fused:
         state = load_causal_lm(directory).state_dict() if state is None else state

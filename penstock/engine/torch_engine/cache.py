@@ -39,6 +39,12 @@ class Prefix:
     def ready(self) -> bool:
         return self.done == len(self.ids)
 
+    def begin_as(self, other: Prefix, count: int) -> None:
+        """Take over the first `count` tokens, which are the same and computed there."""
+        for mine, theirs in zip(self.keys + self.values, other.keys + other.values, strict=True):
+            mine[:, :count] = theirs[:, :count]
+        self.done = count
+
 
 class SlotCache:
     def __init__(self, layers: list[LayerShape], dtype: torch.dtype, device: torch.device) -> None:

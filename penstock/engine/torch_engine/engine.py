@@ -18,11 +18,12 @@ from typing import Any, TypeVar
 import torch
 
 from penstock.engine.requests import ABORTED, FULL, check_request, check_score, rest_of
+from penstock.engine.torch_engine.lanes import LaneTeam
 from penstock.engine.torch_engine.row import Pieces, Row
 from penstock.engine.torch_engine.scheduler import Outcome, Scheduler, Watch
 from penstock.engine.torch_engine.scoring import Scoring
 from penstock.errors import InfrastructureFailure, RunError
-from penstock.models.threads import release_threads
+from penstock.models.threads import Team, release_threads
 from penstock.ports import Completion, EngineStats, GenerateRequest, LoadedWeights, Tokenizer, WeightSource
 from penstock.rollout import FailureReason
 from penstock.weights import StoredWeights
@@ -42,14 +43,14 @@ class EmbeddedEngine:
         model_dir: Path,
         vocab_size: int,
         max_context: int,
-        threads: int | None,
+        team: Team | LaneTeam,
     ) -> None:
         self._scheduler = make_scheduler(self._finished)
         self._model_dir = model_dir
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_context = max_context
-        self._threads = threads
+        self._team = team
         self._changed = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._unanswered: set[asyncio.Future[Any]] = set()
@@ -173,6 +174,7 @@ class EmbeddedEngine:
     def _sleep_when_idle(self) -> None:
         if self._falling_asleep and not self._scheduler.has_work:
             self._scheduler.cache.release()
+            self._scheduler.prefixes.forget()
             for answer in self._falling_asleep:
                 self._answer(answer, None)
             self._falling_asleep.clear()
@@ -284,21 +286,23 @@ class EmbeddedEngine:
             self._scheduler.add(row)
 
     def _serve(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
         death = None
         try:
+            self._team.gather()
             with torch.inference_mode():
                 while self._next_commands():
                     if self._scheduler.has_work:
                         started = time.perf_counter()
                         self._scheduler.step()
                         self._busy_seconds += time.perf_counter() - started
+                        if (decoded := self._scheduler.decoded) is not None:
+                            self._team.stepped(*decoded)
                     self._sleep_when_idle()
                     self._deliver()
         except BaseException as error:
             # Whatever ends this thread, those who wait must hear of it.
             death = error
+        self._team.disband()
         self._deliver()
         with self._changed:
             self._ended, self._death = True, death

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock.engine.torch_engine.attention import attend, attend_in_blocks, attend_prompt, decode_mask
 from penstock.engine.torch_engine.cache import LayerShape, Prefix, SlotCache, round_up
+from penstock.engine.torch_engine.lanes import Lanes
 from penstock.engine.torch_engine.products import Products, choose_products
 from penstock.engine.torch_engine.sampling import target_logprobs
 from penstock.engine.torch_engine.scratch import Scratch
@@ -59,6 +60,7 @@ class FusedModel:
         self.cache_layers = [LayerShape(self.kv_heads, self.head_dim, self.head_dim)] * config.num_hidden_layers
         self._deterministic = deterministic
         self._logits = Scratch(device)
+        self.lanes = Lanes()
         self._eps: float = config.rms_norm_eps
         frequencies, self._rope_factor = rotary_frequencies(config)
         self._frequencies = frequencies.to(device)
@@ -115,21 +117,32 @@ class FusedModel:
     def decode(self, ids: Tensor, positions: Tensor, cache: SlotCache, length: int) -> Tensor:
         """One token for each of the first n slots, at its position; logits in float32, valid until the next call.
         Reads `length` of the cache."""
+        logits = self._logits.take(len(ids), len(self._head))
+        self._rope_at(positions)  # The table is long enough before several read it.
+
+        def decode_rows(part: slice) -> None:
+            self._decode_rows(ids[part], positions[part], cache, length, part, logits[part])
+
+        self.lanes.run(decode_rows, self.lanes.parts(len(ids)))
+        return logits
+
+    def _decode_rows(
+        self, ids: Tensor, positions: Tensor, cache: SlotCache, length: int, slots: slice, logits: Tensor
+    ) -> None:
         n = len(ids)
         rows = torch.arange(n, device=self.device)
         attention = attend_in_blocks if self._deterministic else attend
         mask = decode_mask(positions, length, torch.float32 if self._deterministic else self.dtype)
 
         def attend_slots(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = cache.keys[layer], cache.values[layer]
+            keys, values = cache.keys[layer][slots], cache.values[layer][slots]
             keys[rows, :, positions] = key
             values[rows, :, positions] = value
             folded = query.reshape(n, self.kv_heads, -1, self.head_dim)
-            return attention(folded, keys[:n, :, :length], values[:n, :, :length], mask)
+            return attention(folded, keys[:, :, :length], values[:, :, :length], mask)
 
         hidden = self._run(ids, positions, attend_slots)
-        logits = self._logits.take(n, len(self._head))
-        return self._products.head(self._normed(hidden, self._norm), self._head, logits)
+        self._products.head(self._normed(hidden, self._norm), self._head, logits)
 
     def _run(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         cos, sin = self._rope_at(positions)

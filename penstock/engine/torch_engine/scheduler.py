@@ -73,7 +73,12 @@ class Scheduler:
         self._stops = np.zeros(model.vocab_size, bool)
         self._stops[[token for token in stop_ids if token < model.vocab_size]] = True
         self.cache = SlotCache(model.cache_layers, model.dtype, model.device)
-        self.prefixes = Prefixes(model.cache_layers, model.dtype, model.device)
+        self.prefixes = Prefixes(
+            model.cache_layers,
+            model.dtype,
+            model.device,
+            share_beginnings=not deterministic,  # else bits would depend on who else asks
+        )
         self.waiting: deque[Row] = deque()
         self._filling: list[Row] = []
         """Admitted, their prefix not computed yet."""
@@ -87,6 +92,8 @@ class Scheduler:
         self.model_step = 0
         self.generated_tokens = 0
         self.watch: Watch | None = None
+        self.decoded: tuple[float, int] | None = None
+        """Of the last step: the seconds it took to decode, and how many rows; None where none was decoded."""
 
     @property
     def running(self) -> int:
@@ -203,6 +210,7 @@ class Scheduler:
         self._end_slots({slot: FinishReason.ABORT for slot in self._live() if chosen(self._row(slot))})
 
     def step(self) -> None:
+        self.decoded = None
         if self._scoring:
             self._score()
         if self._frozen:
@@ -296,6 +304,7 @@ class Scheduler:
         began = time.perf_counter()
         logits = self._model.decode(ids, positions, self.cache, length)
         decoded = self._tell("decode", began)
+        self.decoded = (decoded - began, n)
         tokens, logprobs = sample(logits, slots.how_to_sample(n), self._scratch)
         self._tell("sample", decoded)
         slots.append(n, tokens, logprobs)

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any, Literal
@@ -150,8 +151,12 @@ class Sandbox:
         self._remove_workdir()
 
     def _remove_workdir(self) -> None:
-        if self._workdir is not None:
+        if self._workdir is None:
+            return
+        with contextlib.suppress(RecursionError):
             shutil.rmtree(self._workdir, ignore_errors=True)
+        if self._workdir.exists():  # as deep as code could make it before it was ended
+            subprocess.run(["rm", "-rf", "--", str(self._workdir)], check=False, capture_output=True)
 
 
 def _kill_session(session: int, user: int) -> None:

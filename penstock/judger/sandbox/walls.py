@@ -2,8 +2,8 @@
 
     bubblewrap   the program `bwrap`: namespaces of processes, files, network, users; all of it
     namespaces   the same made here (`inside/enter.py`), where bwrap is not installed
-    limits       resource limits, refused system calls, and Landlock where the kernel has it; for machines that allow no
-                 namespaces, such as most containers
+    limits       resource limits, refused system calls, and Landlock; for machines that allow no namespaces, such as
+                 most containers. Where the kernel has no Landlock the code opens no file at all
 
 Each is tried once by running a line of code in it. Whoever starts Penstock, the code runs as an unprivileged user of
 the machine: process limits do not bind root.
@@ -36,8 +36,13 @@ INSIDE = Path(__file__).parent / "inside"
 HOME = "/keeper"
 """Where the programs of `inside/` are, in a sandbox with files of its own."""
 TRIAL_TIMEOUT_S = 20.0
+PACK_TIMEOUT_S = 120.0
 
-_KEEPER = "import sys; sys.path.insert(0, sys.argv[1]); from inside import keeper; keeper.main(int(sys.argv[2]))"
+_KEEPER = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from inside import keeper; "
+    "keeper.main(int(sys.argv[2]), *sys.argv[3:])"
+)
+_PACK = "import sys; sys.path.insert(0, sys.argv[1]); from inside import library; library.pack(*sys.argv[2:])"
 _ENTER = "import sys; sys.path.insert(0, sys.argv[1]); from inside import enter; enter.main(sys.argv[2:])"
 _WHERE = "import json, sys; print(json.dumps([sys._base_executable, sys.base_prefix, sys.base_exec_prefix]))"
 _TRIAL = "import sys; print(sys.base_prefix)"
@@ -67,12 +72,27 @@ class Walls:
         for path in INSIDE.glob("*.py"):
             (package / path.name).write_bytes(path.read_bytes())
         # Compiled once, by the interpreter that will run it.
-        command = [python.executable, "-I", "-S", "-m", "compileall", "-q", str(package)]
-        subprocess.run(command, env={}, cwd="/", timeout=TRIAL_TIMEOUT_S, check=False, capture_output=True)
+        self._run("-m", "compileall", "-q", str(package))
+
+    @functools.cached_property
+    def archive(self) -> Path:
+        """Of the modules, for code that may open no file."""
+        path = self.home / "library.zip"
+        self._run("-c", _PACK, str(self.home), str(path), *self.paths)
+        return path
+
+    def _run(self, *arguments: str) -> None:
+        command = [self.python.executable, "-I", "-S", *arguments]
+        subprocess.run(command, env={}, cwd="/", timeout=PACK_TIMEOUT_S, check=False, capture_output=True)
 
     @property
     def namespaces(self) -> bool:
         return self.kind != "limits"
+
+    @property
+    def files(self) -> bool:
+        """Whether the code may open any: where nothing tells its own from others', it may not."""
+        return self.namespaces or guard.landlock_version() > 0
 
     @property
     def paths(self) -> list[str]:
@@ -95,6 +115,7 @@ class Walls:
             max_files_bytes=self._config.max_files_bytes,
             namespaces=self.namespaces,
             readable=() if self.namespaces else self.readable,
+            files=self.files,
         )
         return limits._asdict()
 
@@ -103,18 +124,8 @@ class Walls:
         if self.namespaces:
             return []
         found = []
-        if not guard.landlock_version():
-            found.append(
-                "reading every file that its user may read, the command lines of other processes among them, and "
-                "writing where everybody may (no Landlock)"
-            )
-            found.append("filling the disk outside of its own directory")
         if os.getuid():
             found.append(f"it is the same user as Penstock ({os.getuid()}), so its processes count with the others'")
-            if not guard.landlock_version():
-                found.append(
-                    "reading the environment of that user's processes, Penstock's own among them (no Landlock)"
-                )
         found.append("seeing the name of the machine and the numbers of processes")
         return found
 
@@ -134,7 +145,8 @@ class Walls:
                 }
             )
             return [*python, _ENTER, str(self.home), str(descriptor), str(os.getpid()), settings]
-        return [*_as_user(uid), *python, _KEEPER, str(self.home), str(descriptor)]
+        archive = [] if self.files else [str(self.archive)]
+        return [*_as_user(uid), *python, _KEEPER, str(self.home), str(descriptor), *archive]
 
     def _binds(self) -> Iterator[tuple[str, str]]:
         """(where it is, where it is seen), read-only."""
@@ -225,7 +237,7 @@ def _found(described: str) -> Walls:
             continue
         for python in _pythons(config):
             walls = Walls(kind, python, config)
-            problem = _try(walls)
+            problem = _unreadable(walls) or _try(walls)
             if problem is None:
                 return walls
             reasons.append(f"{kind} with {python.executable}: {problem}")
@@ -255,6 +267,16 @@ def _pythons(config: SandboxConfig) -> Iterator[Python]:
             prefixes[0],
             tuple(sorted(prefix for prefix in needed if prefix != "/usr" and not prefix.startswith("/usr/"))),
         )
+
+
+def _unreadable(walls: Walls) -> str | None:
+    """Which of the modules that the code was promised it could not have."""
+    if walls.files:
+        return None
+    for path in walls.paths:
+        if found := next(Path(path).rglob("*.so"), None):
+            return f"there is no Landlock, so that code can open no file, and {found} cannot be imported without"
+    return None
 
 
 def _try(walls: Walls) -> str | None:

@@ -58,6 +58,10 @@ class LossConfig(Config):
         """Whether all trained tokens of an answer must be in one micro-batch."""
         return False
 
+    def follows_advantage(self) -> bool:
+        """Whether a token whose advantage is 0 has no gradient."""
+        return True
+
     def build(self) -> LossFunction:
         raise NotImplementedError
 

@@ -35,6 +35,9 @@ class CustomLossConfig(LossConfig):
     def needs_whole_answers(self) -> bool:
         return self.whole_answers
 
+    def follows_advantage(self) -> bool:
+        return False
+
     def build(self) -> LossFunction:
         function = self.imported()
 

@@ -25,6 +25,9 @@ class DPPOLossConfig(LossConfig):
     kl_coef: float = Field(default=1e-3, ge=0, le=1e3)
     """Of log(ratio)^2, which every token has, masked or not."""
 
+    def follows_advantage(self) -> bool:
+        return self.kl_coef == 0
+
     def build(self) -> LossFunction:
         return functools.partial(dppo, config=self)
 

@@ -1,4 +1,4 @@
-// Which run, which panel; asks again every two seconds while the run lives and the page is seen.
+// Which run, which panel; asks again every two seconds while the page is seen and something happens in the run.
 import { el, show } from "./dom.js";
 import * as now from "./now.js";
 import * as curves from "./curves.js";
@@ -10,7 +10,7 @@ import * as time from "./time.js";
 const PANELS = [["now", "Now", now], ["curves", "Curves", curves], ["batch", "Batch", batch], ["rollouts", "Rollouts", rollouts], ["untrained", "Why not trained", untrained], ["time", "Time", time]];
 const EVERY_MS = 2000;
 
-const page = { run: "", panel: "now", state: "", runs: [], arguments: new URLSearchParams() };
+const page = { run: "", panel: "now", state: "", last: "", runs: [], arguments: new URLSearchParams() };
 let refresh = null, turn = 0;
 
 export async function ask(what, parameters = {}, run = page.run) {
@@ -44,6 +44,7 @@ async function listRuns() {
   select.value = page.run;
   const mine = page.runs.find((run) => run.name === page.run);
   page.state = mine ? mine.state : "";
+  page.last = mine ? `${mine.state} ${mine.last_time}` : "";
   const label = document.getElementById("state");
   label.textContent = mine ? `${mine.state}, step ${mine.step} of ${mine.total_steps}` : "";
   label.className = `state ${page.state}`;
@@ -58,8 +59,10 @@ async function open() {
   try {
     await listRuns();
     for (const button of document.querySelectorAll("nav button")) {
-      if (button.dataset.panel === page.panel) button.setAttribute("aria-current", "page");
-      else button.removeAttribute("aria-current");
+      if (button.dataset.panel === page.panel) {
+        button.setAttribute("aria-current", "page");
+        button.scrollIntoView({ block: "nearest", inline: "center" });
+      } else button.removeAttribute("aria-current");
     }
     const [, title, module] = PANELS.find(([name]) => name === page.panel) || PANELS[0];
     document.title = `${page.run}: ${title} · Penstock`;
@@ -75,9 +78,9 @@ async function open() {
 async function tick() {
   if (!document.hidden) {
     try {
-      const before = page.state;
+      const before = page.last;
       await listRuns();
-      if (refresh && (page.state === "running" || before === "running")) await refresh();
+      if (refresh && (page.state === "running" || page.last !== before)) await refresh();
     } catch {
       document.getElementById("state").textContent = "the server does not answer";
     }

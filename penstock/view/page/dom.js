@@ -9,12 +9,12 @@ export function el(name, attributes = {}, ...children) {
     if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
     else element.setAttribute(key, value === true ? "" : value);
   }
-  for (const child of children.flat()) if (child !== null && child !== undefined) element.append(child);
+  for (const child of children.flat(Infinity)) if (child !== null && child !== undefined) element.append(child);
   return element;
 }
 
 export function show(parent, ...children) {
-  parent.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined));
+  parent.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
 }
 
 export function number(value, digits = 3) {
@@ -28,6 +28,7 @@ export function number(value, digits = 3) {
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
+  if (value > 0 && value < 0.095) return `${Math.max(1, Math.round(1000 * value))} ms`;
   if (value < 120) return `${value < 10 ? value.toFixed(1) : Math.round(value)} s`;
   if (value < 7200) return `${Math.round(value / 60)} min`;
   return `${(value / 3600).toFixed(1)} h`;

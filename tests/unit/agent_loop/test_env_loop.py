@@ -225,6 +225,7 @@ def test_an_environment_that_is_played_again_and_says_something_else_starts_the_
 # Known ones.
 
 
+@pytest.mark.long_tier
 def test_reasoning_gym_tasks_are_played_with_several_tries() -> None:
     pytest.importorskip("reasoning_gym")
     from penstock.data import ReasoningGymConfig

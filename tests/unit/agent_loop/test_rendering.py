@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from chat_families import FAMILIES, tokenizer_of
 
-from penstock.agent_loop.rendering import TemplateProblem, ids_after, render_conversation, template_problems
+from penstock.agent_loop.rendering import Seams, TemplateProblem, ids_after, render_conversation, template_problems
 from penstock.errors import DataFailure
 from penstock.rollout import FailureReason
 
@@ -177,3 +177,25 @@ def _with_template(inner: Any, template: str) -> Any:
     changed = copy.copy(inner)
     changed.chat_template = template
     return changed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_seams_that_are_kept_are_those_that_would_be_rendered_anew(family: str) -> None:
+    """Under other words and other tools, after a cut answer, and with calls."""
+    tokenizer = tokenizer_of(family)
+    seams = Seams(tokenizer)
+    other = {**TOOL, "function": {**TOOL["function"], "name": "subtract"}}
+    refused = {problem.append for problem in template_problems(tokenizer) if problem.refused}
+    said = [AGAIN, {"role": "user", "content": "zqanswerzq and zqanswerzqq?"}, {"role": "user", "content": ""}]
+    said += [{"role": "system", "content": "A rule."}] if "system" not in refused else []
+    before = [*history(), AGAIN, *history()[1:]]
+    for last in (sorted(tokenizer.stop_ids)[0], None):
+        for tools in ((), (TOOL,), (other,), (TOOL, other), (TOOL,)):
+            for new in said * 3:
+                expected = ids_after(tokenizer, before, [new], tools, last_id=last)
+                assert seams.ids_after(before, [new], tools, last_id=last) == expected
+            if "tool" not in refused:
+                called = [*before, AGAIN, *history(call())[1:]]
+                for result in (RESULT, {**RESULT, "content": "<tool_response>"}):
+                    expected = ids_after(tokenizer, called, [result], tools, last_id=last)
+                    assert seams.ids_after(called, [result], tools, last_id=last) == expected

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from chat_families import tokenizer_of
 
 from penstock.agent_loop import ToolAgentLoop
 from penstock.agent_loop.tools import ToolLimits
+from penstock.played import read_played
 from penstock.ports import Completion, FinishedTurn, GenerateRequest
 from penstock.replay.codec import encode_turn
 from penstock.replay.schema import TurnRow
@@ -98,6 +100,18 @@ def test_calls_are_made_and_the_model_goes_on_after_their_results() -> None:
     assert rollout.response_ids.tolist() == [*map(ord, first), END, *told, *map(ord, "It is 3."), END]
     assert rollout.response_mask.tolist() == [1] * (len(first) + 1) + [0] * len(told) + [1] * 9
     assert rollout.response_text == first + "It is 3."
+
+
+def test_what_it_did_is_kept_with_its_seconds() -> None:
+    async def slow(a: int) -> str:
+        """Waits."""
+        await asyncio.sleep(2.5)
+        return "5"
+
+    first = call("slow", a=1)
+    rollout = play(build(Saying(first, "It is 5.", tokens_per_s=10.0), slow))
+    spans = [(span.stage, round(span.seconds, 3)) for span in read_played(rollout.played)]
+    assert spans == [("generate", (len(first) + 1) / 10), ("tool", 2.5), ("generate", 0.9)]
 
 
 def test_several_calls_of_an_answer_run_at_once_up_to_the_limit() -> None:
@@ -301,8 +315,10 @@ class World:
 
 
 @pytest.mark.sized
-def test_masks_logprobs_and_versions_are_right_over_a_thousand_random_interleavings(full_size: bool) -> None:
-    for seed in range(1000 if full_size else 250):
+def test_masks_logprobs_and_versions_are_right_over_a_thousand_random_interleavings(
+    size: Callable[[int, int, int], int],
+) -> None:
+    for seed in range(size(250, 1000, 1000)):
         undisturbed = run_virtual(World(seed).play(0))
         world = World(seed)
         rollout = run_virtual(world.play(random.Random(seed).randint(1, 6)))

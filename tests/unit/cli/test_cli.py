@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -54,8 +55,9 @@ def test_a_run_that_cannot_go_on_exits_1_and_one_that_is_stopped_at_once_130(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert fails(["train", "mine.py", "--set", "ending=run error"], 1, capsys) == ["penstock: no engine is left"]
-    for ending in ("interrupt", "second interrupt"):
-        assert fails(["train", "mine.py", "--set", f"ending={ending}"], 130, capsys) == []
+    assert fails(["train", "mine.py", "--set", "ending=second interrupt"], 130, capsys) == []
+    [line] = fails(["train", "mine.py", "--set", "ending=interrupt"], 130, capsys)
+    assert line == "penstock: interrupted before the run began or after it ended; what there is of it is in runs/mine"
 
 
 def test_a_run_that_ended_in_order_after_a_signal_exits_0_and_prints_how_to_resume(
@@ -64,6 +66,24 @@ def test_a_run_that_ended_in_order_after_a_signal_exits_0_and_prints_how_to_resu
     assert main(["train", "mine.py", "--set", "ending=cut short", "--run-dir", "here"]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
     assert said == "Resume with: penstock train mine.py --run-dir here --resume"
+
+
+def test_a_run_that_lost_its_weights_goes_on_by_itself_from_its_newest_checkpoint(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "mine.py", "--set", "ending=lost", "--run-dir", "here"]) == 0
+    assert "StateLost: the weights are lost\nThe run goes on by itself" in capsys.readouterr().out
+    assert (folder / "here" / "resume").read_text() == "['newest']"
+
+
+def test_a_run_that_was_told_to_end_before_it_lost_its_weights_ends_and_prints_how_to_resume(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "mine.py", "--set", "ending=lost after a signal", "--run-dir", "here"]) == 1
+    said = capsys.readouterr()
+    assert said.err == "penstock: the weights are lost\n"
+    assert said.out.splitlines()[-1] == "Resume with: penstock train mine.py --run-dir here --resume"
+    assert not (folder / "here" / "resume").exists()
 
 
 @pytest.mark.parametrize(
@@ -156,6 +176,16 @@ def test_a_signal_while_the_model_is_loaded_is_said_and_exits_130(
     [line] = fails(["train", "mine.py", "--set", f"ending={name}"], 130, capsys)
     assert line == f"penstock: {name} while loading; nothing was trained"
     assert [path.name for path in folder.iterdir()] == ["mine.py"]
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_between_loading_and_training_is_said_and_exits_130(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    before = signal.getsignal(getattr(signal, name))
+    [line] = fails(["train", "mine.py", "--set", f"ending=early {name}"], 130, capsys)
+    assert line == f"penstock: {name} before the run began or after it ended; what there is of it is in runs/mine"
+    assert signal.getsignal(getattr(signal, name)) is before
 
 
 def test_eval_uses_the_model_given_and_prints_what_it_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

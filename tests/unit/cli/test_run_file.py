@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,33 @@ def test_a_neighbour_of_the_run_file_does_not_stand_in_for_a_library(tmp_path):
     for name in ("torch.py", "statistics.py", "colorsys.py"):
         (tmp_path / name).write_text("raise RuntimeError('not this one')\n")
     assert load_in_another_process("run.py", tmp_path).startswith("Verdict(score=1.0")
+
+
+CHILD = """\
+import socket, subprocess, sys
+from penstock.child import child_command
+
+ours, theirs = socket.socketpair()
+command = child_command("shown", sys.executable, theirs)
+print(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout, end="")
+"""
+
+
+def test_nothing_in_the_working_directory_stands_in_for_a_library_of_the_command(tmp_path):
+    (tmp_path / "run.py").write_text(RUN_FILE)
+    (tmp_path / "neighbour.py").write_text("ONE = 1\n")
+    for name in ("json.py", "argparse.py", "asyncio.py", "msgspec.py", "pydantic.py", "torch.py", "shlex.py"):
+        (tmp_path / name).write_text("raise RuntimeError('not this one')\n")
+    # Refused for its own reason, after everything that a command imports first.
+    command = [sys.executable, "-m", "penstock.cli", "train", "run.py", "--set", "total_steps=0"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "total_steps is 0" in done.stderr
+
+
+def test_nothing_in_the_working_directory_stands_in_for_a_library_of_a_child_process(tmp_path):
+    (tmp_path / "shown.py").write_text("import json, sys\nprint(json.dumps(sys.argv[1:]), __name__)\n")
+    (tmp_path / "json.py").write_text("raise RuntimeError('not this one')\n")
+    done = subprocess.run([sys.executable, "-P", "-c", CHILD], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    arguments, name = done.stdout.rsplit(" ", 1)
+    assert (len(ast.literal_eval(arguments)), name) == (2, "__main__\n")

@@ -58,6 +58,8 @@ def test_a_wrong_setting_is_refused_and_leaves_nothing_behind(
 ) -> None:
     lines = fails(["train", "tiny", "--set", setting], 2, capsys)
     assert any(said in line for line in lines), lines
+    # Where it is wrong is on the command line, and in no file of Penstock's.
+    assert not [line for line in lines if "config.py:" in line or "config_file.py:" in line]
     assert "Known: ." not in "".join(lines)
     assert [path.name for path in folder.iterdir()] == ["mine.py"]
 

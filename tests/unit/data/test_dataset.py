@@ -503,6 +503,7 @@ def test_prompts_rendered_together_are_those_rendered_one_by_one(tokenizer, json
     ]
 
 
+@pytest.mark.long_tier
 def test_of_a_very_long_dataset_the_later_prompts_are_rendered_when_drawn(tokenizer, jsonl, good_row):
     class Fast(type(tokenizer)):
         rendered = 0

@@ -232,6 +232,7 @@ def test_a_gym_task_whose_scorer_breaks_on_stored_entries_is_refused(tokenizer):
         load(ReasoningGymConfig(name="arc_agi", size=3, held_out=1), tokenizer)
 
 
+@pytest.mark.long_tier
 @pytest.mark.parametrize("name", ["list_functions", "ransom_note"])
 def test_a_gym_task_is_a_function_of_its_seed(tokenizer, name):
     # The one draws from the global generator, the other in the order of a set.

@@ -46,6 +46,14 @@ def test_no_engine_gets_more_than_its_share_and_all_are_answered() -> None:
     assert {engine.most_running for engine in engines.values()} == {8}
 
 
+def test_an_answer_says_how_long_its_request_waited_in_line() -> None:
+    async def test(controller: RolloutController, engines: dict[str, Any]) -> None:
+        answers = await ask_all(controller, 4)
+        assert sorted(round(answer.waited_s, 2) for answer in answers) == [0.0, 0.0, 1.0, 1.0]
+
+    play(test, max_requests_per_engine=1)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

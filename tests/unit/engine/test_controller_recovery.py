@@ -37,6 +37,18 @@ def test_an_engine_killed_while_serving_is_fenced_and_its_requests_are_answered_
     play(test, seed=seed)
 
 
+def test_every_look_at_an_engine_is_told_with_its_weights_and_load() -> None:
+    async def test(controller: RolloutController, engines: dict[str, Any]) -> None:
+        await controller.load_weights(Kept(), 4)
+        asking = asyncio.create_task(ask_all(controller, 40))
+        await asyncio.sleep(5.0)
+        seen = engines["a"].seen
+        assert (seen.engine, seen.model_step) == ("a", 4)
+        await asking
+
+    play(test)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_an_engine_killed_while_idle_returns_with_the_current_weights_and_only_then_serves(seed: int) -> None:
     async def test(controller: RolloutController, engines: dict[str, Any]) -> None:

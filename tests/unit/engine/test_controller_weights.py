@@ -14,6 +14,7 @@ from penstock.engine.controller import RolloutController
 from penstock.errors import (
     EngineUnavailable,
     InfrastructureFailure,
+    StateLost,
     WeightSyncError,
 )
 from penstock.ports import LoadedWeights
@@ -142,6 +143,33 @@ def test_the_last_engine_that_lost_weights_nobody_kept_fails_requests_until_the_
             await controller.generate(request("x"))
         await controller.load_weights(Live(), 2)
         assert (await controller.generate(request("y"))).steps == ((2, 4),)
+
+    play(test, names="a")
+
+
+def test_the_last_engine_whose_kept_weights_are_gone_takes_those_of_a_sync_that_waits_for_it() -> None:
+    async def test(controller: RolloutController, engines: dict[str, Any]) -> None:
+        kept = Kept()
+        await controller.load_weights(kept, 1)
+        kept.lost = WeightSyncError("whoever had them is gone")
+        engines["a"].die()
+        # It may only be a line that was cut: it tries again.
+        await until(lambda: engines["a"].starts == 3)
+        await controller.load_weights(Kept(), 2)
+        assert (await controller.generate(request("y"))).steps == ((2, 4),)
+
+    play(test, names="a")
+
+
+def test_engines_are_given_up_at_once_when_the_trainer_has_lost_the_weights_too() -> None:
+    async def test(controller: RolloutController, engines: dict[str, Any]) -> None:
+        kept = Kept()
+        await controller.load_weights(kept, 1)
+        kept.lost = StateLost("the train ranks are lost, and their weights with them")
+        engines["a"].die()
+        with pytest.raises(EngineUnavailable, match="a is recovering: serves model step 0, not 1"):
+            await controller.generate(request("x"))
+        assert engines["a"].starts == 2
 
     play(test, names="a")
 

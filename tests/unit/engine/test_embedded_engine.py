@@ -80,10 +80,10 @@ def requests(count: int = 12, **params: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "deterministic"), [("llama", False), ("llama", True), ("gpt2", False)])
-def test_auto_is_bfloat16_for_the_fused_forward_of_a_run_that_need_not_be_deterministic(
+def test_auto_is_what_was_faster_for_the_fused_forward_of_a_run_that_need_not_be_deterministic(
     kind: str, deterministic: bool, model_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.models.bfloat16.has_fast_products", lambda: True)
+    monkeypatch.setattr("penstock.models.arithmetic.try_out", lambda work: {"float32": 2.0, "bfloat16": 1.0})
     config = EmbeddedEngineConfig(dtype="auto")
     model, _ = load_model(config, str(model_dirs[kind]), deterministic=deterministic)
     assert model.dtype == (torch.bfloat16 if kind == "llama" and not deterministic else torch.float32)
@@ -207,6 +207,16 @@ def test_a_groups_prompt_is_computed_once(deterministic: bool, model_dirs: dict[
     completions = play(engine, *group)
     assert engine.computed_prefixes == 1
     assert len({completion.ids for completion in completions}) == 16
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_answers_to_prompts_that_begin_alike_have_the_logprobs_of_each_alone(
+    kind: str, subjects: dict[str, Subject]
+) -> None:
+    prompts = [[*(PROMPTS[3] * 3), 5 + number, 9] for number in range(4)]
+    asked = [ask(f"{number}", prompt, seed=number, max_tokens=8) for number, prompt in enumerate(prompts)]
+    for prompt, completion in zip(prompts, play(subjects[kind].make(), *asked), strict=True):
+        assert_logprobs(subjects[kind], prompt, completion, 1.0)
 
 
 def test_a_sibling_that_comes_later_copies_a_running_one(subjects: dict[str, Subject]) -> None:

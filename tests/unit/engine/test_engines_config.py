@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_contract import CharacterTokenizer
 
 from penstock.engine import EmbeddedEngineConfig, EngineConfig, EnginesConfig, RolloutControllerConfig
 from penstock.errors import ConfigError, WeightSyncError
@@ -26,6 +27,20 @@ class ScriptedEngineConfig(EngineConfig):
 class NoWeights:
     def tensors(self) -> Any:
         return iter(())
+
+
+def test_an_engine_that_can_is_told_how_many_idle_cores_it_may_take(tmp_path: Path) -> None:
+    setup = EmbeddedEngineConfig(process=True).setup(
+        str(tmp_path), CharacterTokenizer(), deterministic=False, threads=1, most_threads=4
+    )
+    assert (setup.threads, setup.most_threads) == (1, 4)
+
+    async def main() -> None:
+        # One of a user's own, which knows nothing of it, is built all the same.
+        controller = EnginesConfig(engine=ScriptedEngineConfig()).build("model", CharacterTokenizer(), most_threads=4)
+        await controller.close()
+
+    run_virtual(main())
 
 
 @pytest.mark.parametrize("num_engines", [1, 3])

@@ -12,6 +12,20 @@ def found(text):
     if match:
         print(match.group())
         raise SystemExit(0)
+
+
+def found_in_memory_of(pid):
+    try:
+        ranges = [line.split()[0].split("-") for line in open(f"/proc/{pid}/maps") if line.split()[1].startswith("r")]
+        with open(f"/proc/{pid}/mem", "rb", 0) as memory:
+            for start, end in ranges:
+                try:
+                    memory.seek(int(start, 16))
+                    found(memory.read(min(int(end, 16) - int(start, 16), 1 << 24)).decode("latin-1"))
+                except (OSError, ValueError, OverflowError):
+                    pass
+    except OSError:
+        pass
 '''
 
 ATTACKS = {
@@ -104,17 +118,7 @@ frame = sys._getframe()
 while frame is not None:
     found(repr(frame.f_locals) + repr(frame.f_globals))
     frame = frame.f_back
-try:
-    ranges = [line.split()[0].split("-") for line in open("/proc/self/maps") if line.split()[1].startswith("r")]
-    with open("/proc/self/mem", "rb", 0) as memory:
-        for start, end in ranges:
-            try:
-                memory.seek(int(start, 16))
-                found(memory.read(min(int(end, 16) - int(start, 16), 1 << 24)).decode("latin-1"))
-            except (OSError, ValueError, OverflowError):
-                pass
-except OSError:
-    pass
+found_in_memory_of("self")
 ''',
     "the right answer in files": r'''
 import os
@@ -262,6 +266,93 @@ for pid in (os.getppid(), 1, HOST_PID):
     except (OSError, ValueError):
         pass
 ''',
+    "memory that no process has": r'''
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+libc.shmat.restype = ctypes.c_void_p
+held = 0
+for number in range(50):
+    try:
+        held += os.write(os.memfd_create(str(number)), bytes(8 << 20))
+    except OSError:
+        break
+for _ in range(50):
+    segment = libc.shmget(0, 8 << 20, 0o1600)
+    if segment < 0:
+        break
+    address = libc.shmat(segment, None, 0)
+    ctypes.memset(address, 1, 8 << 20)
+    libc.shmdt(ctypes.c_void_p(address))
+    held += 8 << 20
+if held > 192 << 20:
+    print("held", held)
+''',
+    "empty files": r'''
+for number in range(30000):
+    try:
+        open(str(number), "w").close()
+    except OSError:
+        break
+else:
+    print("many")
+''',
+    "directories without end": r'''
+import os
+for _ in range(10000):
+    os.mkdir("d")
+    os.chdir("d")
+print("deep")
+''',
+    "datagrams": r'''
+import socket
+for kind in (socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):
+    try:
+        pair = socket.socketpair(socket.AF_UNIX, kind)
+        pair[0].sendto(b"here", DATAGRAMS)
+    except OSError:
+        pass
+''',
+    "memory of others": r'''
+for pid in (1, HOST_PID):
+    found_in_memory_of(pid)
+''',
+    "environment of others": r'''
+for pid in (1, HOST_PID):
+    try:
+        found(open(f"/proc/{pid}/environ", "rb").read().decode("latin-1"))
+    except OSError:
+        pass
+''',
+    "signals through a descriptor": r'''
+import fcntl, os, struct
+reader, writer = os.pipe()
+for attempt in (
+    lambda: fcntl.fcntl(reader, 10, 12),
+    lambda: fcntl.fcntl(reader, fcntl.F_SETOWN, HOST_PID),
+    lambda: fcntl.ioctl(reader, 0x8901, struct.pack("i", HOST_PID)),
+    lambda: fcntl.fcntl(reader, fcntl.F_SETFL, os.O_ASYNC),
+):
+    try:
+        attempt()
+    except OSError:
+        pass
+os.write(writer, b"x")
+''',
+    "processes and files of its user": r'''
+import os
+for attempt in (
+    lambda: os.setpriority(os.PRIO_PROCESS, HOST_PID, 19),
+    lambda: os.sched_setaffinity(HOST_PID, {0}),
+    lambda: os.chmod(SECRET_FILE, 0o640),
+    lambda: os.utime(SECRET_FILE, (0, 0)),
+    lambda: os.setxattr(SECRET_FILE, "user.was", b"here"),
+):
+    try:
+        attempt()
+        print("changed")
+    except OSError:
+        pass
+''',
 }  # fmt: skip
 """Each is a program; those that use SECRET_FILE and the like are given them in a line before."""
 
@@ -278,6 +369,19 @@ CHEATS = {
     ),
     "an int that equals everything": (
         "class Anything(int):\n    def __eq__(self, other): return True\ndef add(a, b): return Anything()\n"
+    ),
+    "is nothing apart from everything": (
+        "class Near:\n"
+        "    __sub__ = __rsub__ = __mod__ = __add__ = lambda self, other: 0\n"
+        "    __abs__ = __neg__ = lambda self: 0\n"
+        "def add(a, b): return Near()\n"
+    ),
+    "is nothing apart from everything, an operation later": (
+        "class Near:\n"
+        "    __sub__ = __rsub__ = lambda self, other: self\n"
+        "    __abs__ = lambda self: 0\n"
+        "    __bool__ = lambda self: False\n"
+        "def add(a, b): return Near()\n"
     ),
     "a list that contains everything": (
         "class Anything(list):\n    def __contains__(self, item): return True\ndef add(a, b): return Anything()\n"

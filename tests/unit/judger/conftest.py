@@ -8,6 +8,8 @@ import pytest
 from penstock.judger import NativeJudgerConfig
 from penstock.rollout import RolloutState, new_rollout
 
+from .machine import Host
+
 FILE = Path(__file__).with_name("reward_functions.py")
 
 
@@ -56,3 +58,11 @@ def is_gone():
         return False
 
     return check
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    made = Host(tmp_path)
+    monkeypatch.setenv("PENSTOCK_TEST_SECRET", made.token)
+    yield made
+    made.close()

@@ -226,7 +226,14 @@ def test_what_is_no_tests_is_refused(truth):
 
 
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.fractions()
+    | st.decimals(allow_nan=False)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
     lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
     max_leaves=10,
 )
@@ -239,7 +246,7 @@ def test_plain_data_comes_over_as_it_is(value):
 
 anything = st.recursive(
     st.none() | st.integers() | st.text(max_size=3),
-    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from([*"ltsdbchix"]), inner, max_size=2),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from([*"ltsdbchixqm"]), inner, max_size=2),
     max_leaves=6,
 )
 
@@ -263,5 +270,6 @@ def test_names_that_tests_need_of_the_code():
 def test_the_filter_of_system_calls_has_whole_steps(machine):
     short = seccomp_filter(machine, network_too=False, own_signals_only=False, pid=1)
     full = seccomp_filter(machine, network_too=True, own_signals_only=True, pid=1)
-    assert len(short) % 8 == len(full) % 8 == 0
-    assert 50 < len(short) // 8 < len(full) // 8 < 4096
+    fullest = seccomp_filter(machine, network_too=True, own_signals_only=True, files_too=True, pid=1)
+    assert len(short) % 8 == len(full) % 8 == len(fullest) % 8 == 0
+    assert 50 < len(short) // 8 < len(full) // 8 < len(fullest) // 8 < 4096

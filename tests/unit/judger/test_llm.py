@@ -74,6 +74,7 @@ def test_the_judge_reads_the_template_and_its_rating_is_the_score(answered):
         ("[[11]]", "a score is from 0 to 10"),
         ("[[-1]]", "a score is from 0 to 10"),
         ("", "has nothing that fits"),
+        ("<think>perhaps [[3]], or", "has nothing that fits"),
         ("x" * 200_000, "at most 100000 are read"),
         ((200, chat("[[3]]", "length")), "cut off after 512 tokens"),
         ((200, b'{"choices": []}'), "0 choices"),

@@ -108,6 +108,7 @@ def test_a_ground_truth_that_is_no_mathematics_is_not_judged():
         math_equal("4", "", {})
 
 
+@pytest.mark.long_tier
 def test_reasoning_gym_scores_its_own_entries_in_a_worker(answered):
     import reasoning_gym
 

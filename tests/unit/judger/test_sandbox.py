@@ -1,14 +1,12 @@
 """What code in a sandbox cannot do. Every kind of sandbox that works on this machine is tried."""
 
 import asyncio
-import json
 import os
-import secrets
 import shutil
 import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,7 +17,8 @@ from penstock.judger import CodeJudgerConfig, SandboxConfig
 from penstock.judger.sandbox.walls import find_walls, unprivileged_user
 from penstock.rollout import Unjudged, Verdict, new_rollout
 
-from .attacks import ATTACKS, CHEATS, FIND
+from .attacks import ATTACKS, CHEATS
+from .machine import works
 
 KINDS = ["bubblewrap", "namespaces", "limits"]
 FAST_ATTACKS = ["killing the parent", "the right answer in files", "network", "environment secrets", "writing outside"]
@@ -32,13 +31,6 @@ ADD_TESTS = {
     ],
     "test_setup_code": "import math",
 }
-
-
-def works(kind):
-    try:
-        find_walls(SandboxConfig(kind=kind))
-    except ConfigError as error:
-        pytest.skip(f"NO {kind} ON THIS MACHINE: {error}")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -80,73 +72,6 @@ def code_config(kind, **fields):
     return CodeJudgerConfig(sandbox=sandbox, max_retries=0, **({"test_timeout_s": 1.0} | fields))
 
 
-class Host:
-    """A machine with secrets: a file, a variable, a service on the loopback, all of which know the right answer."""
-
-    def __init__(self, directory: Path) -> None:
-        self.token = f"BROKEN-{secrets.token_hex(8)}"
-        self.secret = directory / "secret"
-        self.secret.write_text(self.token)
-        self.secret.chmod(0o666)
-        for parent in (directory, *directory.parents[:-1]):
-            if parent.stat().st_uid == os.getuid() and parent != Path("/tmp"):
-                parent.chmod(parent.stat().st_mode | 0o055)
-        self.outside = directory / "outside"
-        self.marker = f"{10_000 + secrets.randbelow(10_000)}.{secrets.randbelow(10_000)}"
-        # A process that knows it too.
-        self.knows = subprocess.Popen(
-            [sys.executable, "-c", "import time; time.sleep(600)", self.token], env={"SECRET": self.token}
-        )
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = self._server.getsockname()[1]
-        self.met: list[object] = []
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, address = self._server.accept()
-            except OSError:
-                return
-            self.met.append(address)
-            with connection:
-                connection.sendall(self.token.encode())
-
-    def program(self, attack: str) -> str:
-        given = {
-            "SECRET_FILE": str(self.secret),
-            "OUTSIDE": str(self.outside),
-            "PORT": self.port,
-            "HOST_PID": os.getpid(),
-            "MARKER": self.marker,
-        }
-        return "".join(f"{name} = {value!r}\n" for name, value in given.items()) + FIND + ATTACKS[attack]
-
-    def daemons(self) -> list[str]:
-        found = []
-        for path in Path("/proc").iterdir():
-            if path.name.isdigit():
-                try:
-                    if self.marker.encode() in (path / "cmdline").read_bytes():
-                        found.append(path.name)
-                except OSError:
-                    continue
-        return found
-
-    def close(self) -> None:
-        self._server.close()
-        self.knows.kill()
-        self.knows.wait()
-
-
-@pytest.fixture
-def host(tmp_path, monkeypatch):
-    made = Host(tmp_path)
-    monkeypatch.setenv("PENSTOCK_TEST_SECRET", made.token)
-    yield made
-    made.close()
-
-
 def check_attack(kind, host, answer, attack):
     before = time.time()
     files = {path: path.stat().st_mtime_ns for path in (Path("/etc"), Path("/usr"))}
@@ -155,7 +80,8 @@ def check_attack(kind, host, answer, attack):
     assert isinstance(verdict, Verdict), verdict
     assert verdict.score == 0.0
     said = verdict.text
-    for sign in ("attached", "read ", "listening", "a namespace", "mounted", "limited", "changed"):
+    signs = ("attached", "read ", "listening", "a namespace", "mounted", "limited", "changed", "held", "many", "deep")
+    for sign in signs:
         assert f"printed '{sign}" not in said, said
     assert ready == 2  # the pool is at its full size again
     assert healthy == Verdict(1.0, {"tests_passed": 1.0})
@@ -163,7 +89,7 @@ def check_attack(kind, host, answer, attack):
     assert host.secret.read_text() == host.token
     assert not host.outside.exists()
     assert {path: path.stat().st_mtime_ns for path in files} == files
-    assert host.met == []
+    assert host.met == [] and host.was_sent() == b""
     assert host.knows.poll() is None
     assert abs(time.time() - before) < 300
     until = time.monotonic() + 10
@@ -208,20 +134,64 @@ def test_each_limit_is_what_ends_it(host, answer, attack, limit):
 
 
 @pytest.mark.long_tier
-@pytest.mark.parametrize("cheat", CHEATS)
-def test_a_wrong_answer_does_not_pass_whatever_it_does_to_its_tests(kind, answer, cheat):
-    (verdict,), ready, healthy = judged(code_config(kind), answer(CHEATS[cheat], ADD_TESTS))
-    assert isinstance(verdict, Verdict), verdict
-    assert verdict.score == 0.0
+def test_a_wrong_answer_does_not_pass_whatever_it_does_to_its_tests(kind, answer):
+    verdicts, ready, healthy = judged(code_config(kind), *(answer(code, ADD_TESTS) for code in CHEATS.values()))
+    scores = {cheat: getattr(verdict, "score", verdict) for cheat, verdict in zip(CHEATS, verdicts, strict=True)}
+    assert scores == dict.fromkeys(CHEATS, 0.0)
     assert ready == 2
     assert healthy.score == 1.0
 
 
 def test_wrong_answers_do_not_pass_whatever_they_do_to_their_tests(answer):
     chosen = ["equals everything", "patches assert", "patches builtins that tests use", "exits at once"]
+    chosen += ["is nothing apart from everything", "is nothing apart from everything, an operation later"]
     chosen += ["patches a module that tests use", "writes a verdict to every descriptor", "looks at its callers"]
     verdicts, _, _ = judged(code_config("auto"), *(answer(CHEATS[cheat], ADD_TESTS) for cheat in chosen))
     assert [verdict.score for verdict in verdicts] == [0.0] * len(chosen)
+
+
+@pytest.mark.parametrize("test", ["abs(add(2, 3) - 5) < 1e-9", "(5 - add(2, 3)) ** 2 < 1e-9", "not (add(2, 3) - 5)"])
+def test_a_difference_that_the_code_itself_reckons_is_not_believed(answer, test):
+    near = [CHEATS[name] for name in CHEATS if name.startswith("is nothing apart")]
+    verdicts, _, _ = judged(code_config("auto"), *(answer(code, [f"assert {test}"]) for code in near))
+    assert [verdict.score for verdict in verdicts] == [0.0] * len(near)
+
+
+def test_fractions_decimals_and_classes_that_reckon_and_order_are_tested_as_usual(answer):
+    code = """
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+def half(x): return Fraction(x, 2)
+def price(x): return Decimal(x) / 100
+@dataclass(order=True)
+class Pair:
+    x: int
+    y: int
+    def __add__(self, other): return Pair(self.x + other.x, self.y + other.y)
+    def __mul__(self, number): return Pair(self.x * number, self.y * number)
+    def __abs__(self): return self.x + self.y
+"""
+    tests = [
+        "from fractions import Fraction\nassert half(3) == Fraction(3, 2) and abs(half(3) - 1.5) < 1e-9",
+        "from decimal import Decimal\nassert price(250) == Decimal('2.5') and round(price(250)) == 2",
+        "assert Pair(1, 2) + Pair(3, 4) == Pair(4, 6) and abs(Pair(3, 4)) == 7",
+        "assert Pair(1, 2) * 3 == Pair(3, 6) and (Pair(1, 2) * 3).y == 6",
+        "assert Pair(1, 2) < Pair(2, 1) and not Pair(1, 2) >= Pair(2, 1) and max(Pair(1, 2), Pair(5, 0)).x == 5",
+    ]
+    (verdict,), _, _ = judged(code_config("auto"), answer(code, tests))
+    assert verdict == Verdict(1.0, {"tests_passed": 1.0})
+
+
+def test_a_number_that_is_too_large_is_wrong_and_nothing_else(answer):
+    returned = {"10**400": 1.5, "10**5000": 3, "{10**5000: 1}": {"a": 1}, "[10**5000]": [2.5]}
+    rollouts = [
+        answer(f"def f(): return {value}", {"fn_name": "f", "inputs": [[]], "outputs": [wanted]})
+        for value, wanted in returned.items()
+    ]
+    verdicts, _, _ = judged(code_config("auto"), *rollouts)
+    assert [verdict.score for verdict in verdicts] == [0.0] * 4
+    assert all("a number that is too large" in verdict.text for verdict in verdicts)
 
 
 def test_the_right_answer_passes(answer):
@@ -290,67 +260,14 @@ def test_limits_alone_say_what_they_do_not_stop(answer, caplog):
     assert "bubblewrap" in record.message
 
 
-WITHOUT_LANDLOCK = """\
-import asyncio, ctypes, json, logging, struct, sys
-
-from penstock.judger import CodeJudgerConfig, SandboxConfig
-from penstock.rollout import new_rollout
-
-# As an older kernel: the call that makes a ruleset is not there, for this process and all below it.
-steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (0x06, 0, 0, 0x00050000 | 38), (0x06, 0, 0, 0x7FFF0000)]
-program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
-prepared = ctypes.create_string_buffer(struct.pack("=HxxxxxxQ", len(steps), ctypes.addressof(program)))
-libc = ctypes.CDLL(None)
-assert libc.prctl(38, ctypes.c_ulong(1), 0, 0, 0) == 0
-assert libc.prctl(22, ctypes.c_ulong(2), ctypes.c_ulong(ctypes.addressof(prepared)), 0, 0) == 0
-
-said = []
-handler = logging.Handler()
-handler.emit = lambda record: said.append(record.getMessage())
-logging.getLogger("penstock").addHandler(handler)
-
-
-async def judge_all(programs):
-    judger = CodeJudgerConfig(sandbox=SandboxConfig(kind="limits"), max_retries=0, test_timeout_s=2.0).build()
-    rollouts = []
-    for code, wanted in programs:
-        rollouts.append(new_rollout("Write it.", ground_truth={"inputs": [""], "outputs": [wanted]}))
-        rollouts[-1].response_text = code
-    try:
-        return [verdict.score for verdict in await asyncio.gather(*map(judger.judge, rollouts))]
-    finally:
-        await judger.close()
-
-
-print(json.dumps({"scores": asyncio.run(judge_all(json.load(sys.stdin))), "said": said}))
-"""
-
-
-@pytest.mark.long_tier
-def test_limits_without_landlock_say_what_they_do_not_stop_and_stop_the_rest(host, tmp_path):
+@pytest.mark.parametrize("depth", [500, 5000])
+def test_nothing_that_code_wrote_is_left_however_deep_it_lies(host, answer, tmp_path, monkeypatch, depth):
     works("limits")
-    open_to_all = tmp_path / "open to all"
-    open_to_all.mkdir()
-    open_to_all.chmod(0o777)
-    wrote = open_to_all / "was-here"
-    programs = [
-        (host.program("the right answer in files"), host.token),
-        (f"open({str(wrote)!r}, 'w').write('x' * 1000)\nprint('wrote')", "wrote"),
-        (host.program("/proc of others"), host.token),
-        *((host.program(attack), host.token) for attack in ("network", "environment secrets", "killing the parent")),
-    ]
-    command = [sys.executable, "-c", WITHOUT_LANDLOCK]
-    done = subprocess.run(command, input=json.dumps(programs), capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["scores"] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
-    assert wrote.stat().st_size == 1000
-    (said,) = [line for line in told["said"] if "does not stop" in line]
-    for gap in ("reading every file that its user may read", "the command lines of other processes among them"):
-        assert gap in said
-    assert "writing where everybody may" in said
-    assert "filling the disk outside of its own directory" in said
-    assert host.met == [] and host.knows.poll() is None
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = host.program("directories without end").replace("10000", str(depth))
+    (verdict,), _, _ = judged(code_config("limits"), answer(code, {"inputs": [""], "outputs": ["deep"]}))
+    assert (verdict.score, verdict.text) == (0.0, "test 1 of 1: it wrote too much")
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("penstock-run-")]
 
 
 def test_bubblewrap_and_namespaces_stop_what_limits_do_not(answer):

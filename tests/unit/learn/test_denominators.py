@@ -15,6 +15,7 @@ import torch
 from penstock.learn import (
     CISPOLossConfig,
     CorrectionConfig,
+    CustomLossConfig,
     DPPOLossConfig,
     GSPOLossConfig,
     KLConfig,
@@ -23,7 +24,9 @@ from penstock.learn import (
     PPOLossConfig,
     TrainWorkerConfig,
 )
-from penstock.learn.batch import TrainBatch, prepare_batch
+from penstock.learn.batch import TrainAnswer, TrainBatch, prepare_batch
+from penstock.learn.losses import LossTerms, LossTokens
+from penstock.learn.losses.ppo import ppo
 from penstock.rollout import Group
 
 CUTS: list[dict[str, Any]] = [
@@ -123,6 +126,61 @@ def test_the_gradient_is_that_of_each_answer_by_itself(model_dir: Path, batch: T
     parts = [gradient(model_dir, replace(batch, groups=[replace(g, answers=[a])]), loss=loss) for g, a in answers]
     count = sum(len(g.answers) for g in batch.groups)
     torch.testing.assert_close(sum(parts) / count, whole, rtol=1e-4, atol=1e-6)
+
+
+def ppo_by_its_path(tokens: LossTokens, _: CustomLossConfig) -> LossTerms:
+    """Whose gradient nobody knows before it is computed."""
+    return ppo(tokens, PPOLossConfig())
+
+
+@pytest.mark.parametrize("fields", [{}, {"lora": LoRAConfig(rank=4)}, {"fused": False}], ids=str)
+def test_groups_without_an_advantage_are_gone_through_for_their_logprobs_alone(
+    model_dir: Path, batch: TrainBatch, fields: dict[str, Any]
+) -> None:
+    """What they cost is half or less, and the gradient is that of the whole."""
+
+    def silent(answer: TrainAnswer) -> TrainAnswer:
+        zeros = [replace(segment, advantages=np.zeros_like(segment.advantages)) for segment in answer.segments]
+        return replace(answer, segments=zeros)
+
+    first, *others = batch.groups
+    equal = replace(batch, groups=[replace(first, answers=[silent(answer) for answer in first.answers]), *others])
+    by_path = CustomLossConfig(function=f"{__name__}:ppo_by_its_path")
+    expected = gradient(model_dir, equal, loss=by_path, **fields)
+    torch.testing.assert_close(gradient(model_dir, equal, **fields), expected, rtol=1e-4, atol=1e-7)
+    worker, other = (
+        TrainWorkerConfig(loss=loss, **fields).build(model_dir, total_steps=1, threads=1)
+        for loss in (PPOLossConfig(), by_path)
+    )
+    outcome, computed = asyncio.run(worker.train(equal)), asyncio.run(other.train(equal))
+    # One more: they do not share a pass with those that learn.
+    assert outcome.metrics["micro_batches"] == computed.metrics["micro_batches"] + 1
+    for name in ("loss", "tokens", "mismatch/kl", "entropy"):
+        assert outcome.metrics[name] == pytest.approx(computed.metrics[name], rel=1e-5), name
+    for answer in first.answers:
+        for found, same in zip(outcome.logprobs[answer.rollout_id], computed.logprobs[answer.rollout_id], strict=True):
+            np.testing.assert_allclose(found, same, atol=1e-5)
+
+
+def test_a_batch_without_any_advantage_is_still_a_step_of_the_optimiser(model_dir: Path, batch: TrainBatch) -> None:
+    """Its momentum goes on, whatever the loss."""
+    silent = [
+        replace(
+            group,
+            answers=[
+                replace(
+                    answer,
+                    segments=[
+                        replace(segment, advantages=np.zeros_like(segment.ids, np.float32))
+                        for segment in answer.segments
+                    ],
+                )
+                for answer in group.answers
+            ],
+        )
+        for group in batch.groups
+    ]
+    assert not gradient(model_dir, replace(batch, groups=silent)).any()
 
 
 def test_a_rejected_token_counts_nothing_and_stays_in_the_denominator(model_dir: Path, batch: TrainBatch) -> None:

@@ -82,6 +82,25 @@ def test_the_fused_passes_have_the_logprobs_and_the_gradient_of_transformers(
             assert float((value - gradient[name]).abs().max()) <= 1e-4 * largest, name
 
 
+def test_prompts_that_begin_alike_have_the_gradient_of_each_alone(
+    tiny_model: ModelOf, group_of: Callable[..., Group]
+) -> None:
+    model = _randomize(tiny_model("llama"))
+    told = list(range(10, 30))
+    groups = [group_of(f"g{index}", prompt=[*told, *range(30, 31 + index), 3]) for index in range(4)]
+    batch = prepare_batch(groups, train_step=1)
+    expected, gradient = _step(model, PlainModel(model, share_prompts=False), batch, 10_000)
+    fused = FusedModel(model, Gradients(), torch.float32)
+    [micro] = pack(batch, max_tokens=10_000, one_row=fused.one_row)
+    assert micro.num_used < len(told) + 4 * (len(told) // 2)
+    found, shared = _step(model, fused, batch, 10_000)
+    for token, pair in found.items():
+        assert pair == pytest.approx(expected[token], abs=1e-5)
+    for name, value in shared.items():
+        largest = float(gradient[name].abs().max())
+        assert float((value - gradient[name]).abs().max()) <= 1e-5 * largest, name
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_fused_bfloat16_has_nearly_the_gradient_of_float32(
     tiny_model: ModelOf, random_groups: RandomGroups, kind: str

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loss_tokens import Array, random_tokens
+from loss_tokens import Array, by_differences, gradient, make_tokens, random_tokens
 
 from penstock.learn.kl import kl_of_sampled, kl_of_tokens
 
@@ -70,3 +70,13 @@ def test_it_is_finite_for_any_two_logprobs(kind: Kind, pair: tuple[float, float]
     value = kl_of_tokens(leaf, torch.tensor([pair[1]]), kind)
     [gradient] = torch.autograd.grad(value.sum(), leaf)
     assert math.isfinite(value.item()) and math.isfinite(gradient.item())
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_each_gradient_is_that_of_finite_differences(kind: Kind) -> None:
+    """In float64; `k3+` has that of k2 on purpose."""
+    columns = random_tokens(5)
+    tokens, reference = make_tokens(**columns), torch.tensor(columns["reference"])
+    found = gradient(kl_of_tokens(tokens.logprobs, reference, kind), tokens)
+    by_value = by_differences(lambda moved: kl_of_tokens(moved.logprobs, reference, kind), tokens)
+    np.testing.assert_allclose(found, by_value, rtol=1e-5, atol=1e-6)

@@ -171,6 +171,19 @@ def test_the_export_is_a_whole_model_and_an_adapter_that_peft_loads(
     np.testing.assert_allclose(plain_scores(adapted, batch), trained, atol=2e-5)
 
 
+def test_the_export_of_a_snapshot_has_the_adapter_as_it_was(model_dir: Path, batch: TrainBatch, tmp_path: Path) -> None:
+    worker = build(model_dir)
+    train(worker, batch, steps=3)
+    asyncio.run(worker.save_hf(tmp_path / "then"))
+    snapshot = asyncio.run(worker.snapshot(optimizer=True, export=True))
+    train(worker, batch, steps=1)
+    asyncio.run(snapshot.save_hf(tmp_path / "later"))
+    files = [path.relative_to(tmp_path / "then") for path in (tmp_path / "then").rglob("*.safetensors")]
+    assert len(files) == 2
+    for file in files:
+        assert (tmp_path / "later" / file).read_bytes() == (tmp_path / "then" / file).read_bytes(), file
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_what_goes_to_engines_is_the_model_with_the_adapter_in_it(
     model_dir: Path, batch: TrainBatch, fused: bool

@@ -128,6 +128,51 @@ def test_any_tree_of_segments_is_packed_as_if_each_stood_alone(
         assert micro.num_cells <= max_tokens or len(_segments_of(batch, micro)) == 1
 
 
+def _told_the_same(batch: TrainBatch, rng: np.random.Generator) -> TrainBatch:
+    """Every prompt begins as some other, for 0 to 30 tokens."""
+    instructions = rng.integers(3, 50, 30).astype(np.int32)
+    groups = []
+    for group in batch.groups:
+        told = instructions[: rng.integers(0, 31)]
+        answers = [
+            replace(answer, segments=[_after(segment, len(told)) for segment in answer.segments])
+            for answer in group.answers
+        ]
+        groups.append(replace(group, prompt_ids=np.concatenate([told, group.prompt_ids]), answers=answers))
+    return replace(batch, groups=groups)
+
+
+def _after(segment: TrainSegment, more: int) -> TrainSegment:
+    return replace(segment, start=segment.start + more) if segment.parent == ROOT else segment
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), max_tokens=st.integers(1, 400), share_prompts=st.booleans())
+def test_prompts_that_begin_alike_are_packed_as_if_each_stood_alone(
+    random_trees: RandomGroups, seed: int, max_tokens: int, share_prompts: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    batch = _told_the_same(prepare_batch(random_trees(seed, num_groups=5, k=2), train_step=1), rng)
+    batch = _with_holes(batch, rng)
+    micro_batches = pack(batch, max_tokens=max_tokens, share_prompts=share_prompts, one_row=True)
+    _check_every_token(batch, micro_batches)
+    for micro in micro_batches:
+        assert micro.num_cells <= max_tokens or len(_segments_of(batch, micro)) == 1
+
+
+def test_what_several_prompts_begin_with_stands_once_in_a_row(group_of: Callable[..., Group]) -> None:
+    told = list(range(10, 20))
+    prompts = [[*told, 3, 4], [*told, 3, 5, 6], [*told, 7], [8, 9]]
+    groups = [group_of(f"g{index}", prompt=prompt) for index, prompt in enumerate(prompts)]
+    batch = prepare_batch(groups, train_step=1)
+    [micro] = pack(batch, max_tokens=1_000, one_row=True)
+    _check_every_token(batch, [micro])
+    answers = 4 * (2 + 1)  # of three and two tokens, without their last
+    assert micro.num_used == len(told) + len([3, 4]) + len([5, 6]) + len([7]) + len([8, 9]) + answers
+    # Under a mask rows are as long as their tree, and are not made longer.
+    assert all(len(micro.lengths) == 4 for micro in pack(batch, max_tokens=1_000))
+
+
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000), max_tokens=st.integers(20, 400))
 def test_no_token_of_a_tree_stands_twice_in_a_piece(random_trees: RandomGroups, seed: int, max_tokens: int) -> None:

@@ -14,14 +14,19 @@ from penstock.rollout import FailureReason
 
 
 class Scripted:
-    """A rank that answers, refuses or dies."""
+    """A rank that answers, refuses or dies, on a machine that may be gone."""
 
-    node, address = "", "127.0.0.1"
+    address = "127.0.0.1"
 
-    def __init__(self, does: Any, *, dies: bool = False) -> None:
+    def __init__(self, does: Any, *, dies: bool = False, node: str = "here", lives: bool = True) -> None:
         self._does = does
         self.death: str | None = None
         self._dies = dies
+        self.node = node
+        self._lives = lives
+
+    async def node_lives(self) -> bool:
+        return self._lives
 
     async def call(self, method: str, *arguments: Any) -> Any:
         if self._dies:
@@ -54,3 +59,11 @@ def test_what_a_rank_refuses_while_another_fails_and_none_is_lost_is_the_cause()
 def test_what_all_refuse_is_answered_and_breaks_nothing() -> None:
     refusal = StorageError("no space left")
     assert refusals(_called(Scripted(refusal), Scripted(refusal))) == [refusal, refusal]
+
+
+def test_with_a_rank_whose_machine_is_gone_all_others_there_are_lost_too_and_none_elsewhere() -> None:
+    there = [Scripted(None, node="there", lives=False) for _ in range(2)]
+    group = RankGroup([there[0], Scripted(None), there[1]], RanksConfig())  # type: ignore[list-item]
+    assert asyncio.run(group.lost_with({2: "killed"})) == {0: "its machine is gone", 2: "killed"}
+    assert asyncio.run(group.lost_with({1: "killed"})) == {1: "killed"}, "its machine lives"
+    assert asyncio.run(group.lost_with({})) == {}

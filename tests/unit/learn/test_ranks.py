@@ -17,11 +17,11 @@ import pytest
 import rank_program
 import torch
 
-from penstock.errors import CheckpointError, ModelError, RankLost
+from penstock.errors import CheckpointError, ModelError, RankLost, StateLost, WeightSyncError
 from penstock.events import ActorLost, ActorRecovered, Event
 from penstock.learn.batch import TrainBatch, prepare_batch
 from penstock.learn.config import TrainWorkerConfig
-from penstock.learn.rank_process import ProcessRanks
+from penstock.learn.rank_process import KeptMemory, ProcessRanks
 from penstock.learn.ranks import TrainRanks, build_ranks
 from penstock.learn.worker import TorchTrainWorker
 from penstock.rollout import Group
@@ -156,12 +156,22 @@ def test_a_rank_that_dies_idle_comes_back_by_itself_and_the_weights_are_the_same
         assert seen.take() == []
         await ranks.load(fresh)
         await ranks.train(batch)
+        published = await _weights(ranks)
+        here = await ranks.write_again(1)
+        assert await ranks.write_again(1) == here
         seen.recovered.clear()
         os.kill(_pid(ranks, 1), signal.SIGKILL)
         # Nothing is asked of them meanwhile.
         assert await asyncio.to_thread(seen.recovered.wait, 120.0)
+        # What was published lay in the memory of ranks that are gone.
+        again = await ranks.write_again(1)
+        assert again != here
+        with again.receive() as received:
+            assert _same(dict(received.tensors()), published)
         for _ in range(2):
             await ranks.train(batch)
+        with pytest.raises(WeightSyncError, match="weights 1 are lost with the rank that had them"):
+            await ranks.write_again(1)
         assert seen.take() == [("ActorLost", "rank-1"), ("ActorRecovered", "rank-1")]
         assert _same(await _weights(ranks), undisturbed)
 
@@ -218,6 +228,27 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_the_ranks_stay(
         await ranks.load(fresh)
         await ranks.train(batch)
         assert seen.take() == []
+
+    asyncio.run(run())
+
+
+def test_ranks_whose_kept_state_is_gone_train_nothing_any_more(
+    ranks: TrainRanks, fresh: Path, batch: TrainBatch
+) -> None:
+    """They would begin anew with the weights of the model's directory."""
+
+    async def run() -> None:
+        await ranks.load(fresh)
+        await ranks.train(batch)
+        with Path("/dev/null").open() as nothing:  # noqa: ASYNC230 - nothing else runs
+            for kept in ranks._kept.values():
+                assert isinstance(kept, KeptMemory)
+                os.dup2(nothing.fileno(), int(Path(kept.stored.path).name))
+        os.kill(_pid(ranks, 0), signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(StateLost, match="what was kept of their weights with them"):
+                await ranks.train(batch)
+        assert ranks._group is None
 
     asyncio.run(run())
 

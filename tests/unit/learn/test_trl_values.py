@@ -1,6 +1,6 @@
-"""Losses and gradients where TRL defines the same, against what TRL itself computed.
+"""Losses, gradients and advantages where TRL defines the same, against what TRL itself computed.
 
-The figures were recorded by `benchmarks/peers/trl_values.py`, which runs TRL's own loss on given logprobs.
+The figures were recorded by `benchmarks/peers/trl_values.py`, which runs TRL's own lines on what is given.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ import torch
 from loss_tokens import make_tokens
 
 from penstock.learn import CISPOLossConfig, CorrectionConfig, GSPOLossConfig, KLConfig, PPOLossConfig, TrainWorkerConfig
+from penstock.learn.advantages import AnswerTokens, Scored, estimate
 from penstock.learn.losses import answer_weights
 from penstock.learn.objective import Objective
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "trl_values.json").read_text())
+
+
+def weights(level: Any, threshold: float | str) -> CorrectionConfig:
+    return CorrectionConfig(bypass_mode=False, rollout_is=level, rollout_is_threshold=threshold)
+
 
 OURS: dict[str, dict[str, Any]] = {
     "grpo, sequence-mean": {"loss": PPOLossConfig(aggregation="sequence-mean", ratio_cap=None)},
@@ -32,6 +38,17 @@ OURS: dict[str, dict[str, Any]] = {
     "grpo with the off-policy sequence mask": {
         "loss": PPOLossConfig(aggregation="sequence-mean", ratio_cap=None),
         "correction": CorrectionConfig(off_policy_mask_threshold=0.1),
+    },
+    "dapo with an entropy bonus": {"loss": PPOLossConfig(ratio_cap=None, entropy_coef=0.02)},
+    "dapo with weights, token_truncate": {"loss": PPOLossConfig(ratio_cap=None), "correction": weights("token", 1.1)},
+    "dapo with weights, token_mask": {"loss": PPOLossConfig(ratio_cap=None), "correction": weights("token", "0.9_1.1")},
+    "dapo with weights, sequence_truncate": {
+        "loss": PPOLossConfig(ratio_cap=None),
+        "correction": weights("sequence", 1.1),
+    },
+    "dapo with weights, sequence_mask": {
+        "loss": PPOLossConfig(ratio_cap=None),
+        "correction": weights("sequence", "0.8_1.2"),
     },
 }
 
@@ -53,6 +70,8 @@ def test_the_loss_and_its_gradient_are_those_of_trl(name: str) -> None:
         rows[mask].astype(np.float64),
         engine=inputs["sampling_logprobs"][mask],
         reference=inputs["reference_logprobs"][mask] if "KL" in name else None,
+        proximal=inputs["old_logprobs"][mask],
+        entropy=inputs["entropies"][mask],
     )
     config = TrainWorkerConfig(**OURS[name])
     weights = answer_weights(mask.sum(1), config.loss)[rows[mask]]
@@ -62,3 +81,13 @@ def test_the_loss_and_its_gradient_are_those_of_trl(name: str) -> None:
     assert loss.item() == pytest.approx(theirs["loss"], rel=1e-6)
     [gradient] = torch.autograd.grad(loss, tokens.logprobs)
     np.testing.assert_allclose(gradient, np.asarray(theirs["gradient"])[mask], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "rloo"])
+def test_the_advantages_are_those_of_trl_also_where_one_was_not_judged(name: str) -> None:
+    judged = [[score for score in row if score is not None] for row in RECORDED["scores"]]
+    tokens = [[AnswerTokens(*(np.ones(1) for _ in range(5))) for _ in row] for row in judged]
+    found = estimate(name, Scored(judged, [[1] * len(row) for row in judged], tokens))
+    for row, scores, theirs in zip(found, RECORDED["scores"], RECORDED["advantages"][name], strict=True):
+        expected = [value for value, score in zip(theirs, scores, strict=True) if score is not None]
+        np.testing.assert_allclose([float(advantage[0]) for advantage in row], expected, rtol=1e-6, atol=1e-9)

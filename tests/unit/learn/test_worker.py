@@ -488,10 +488,10 @@ def test_a_device_that_is_not_there_is_refused_by_name(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(("fused", "deterministic"), [(True, False), (True, True), (False, False)])
-def test_auto_is_bfloat16_for_the_fused_passes_of_a_run_that_need_not_be_deterministic(
+def test_auto_is_what_was_faster_for_the_fused_passes_of_a_run_that_need_not_be_deterministic(
     fused: bool, deterministic: bool, model_dir: Path, batch: TrainBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.models.bfloat16.has_fast_products", lambda: True)
+    monkeypatch.setattr("penstock.models.arithmetic.try_out", lambda work: {"float32": 2.0, "bfloat16": 1.0})
     config = TrainWorkerConfig(dtype="auto", fused=fused)
     worker = config.build(model_dir, total_steps=10, threads=1, deterministic=deterministic)
     assert _train(worker, batch)["bfloat16"] == (fused and not deterministic)
@@ -656,6 +656,37 @@ def test_what_is_saved_during_a_step_is_what_the_step_came_to(
     asyncio.run(save_meanwhile())
     assert _same(load_file(tmp_path / "model.safetensors"), _weights(waiting_worker))
     assert int(load_file(tmp_path / "optimizer.safetensors")["steps_done"]) == 1
+
+
+def test_a_snapshot_is_written_as_the_worker_was_whatever_it_trains_meanwhile(
+    model_dir: Path, batch: TrainBatch, tmp_path: Path
+) -> None:
+    worker = _worker(model_dir)
+    for name in ("then", "later"):
+        (tmp_path / name).mkdir()
+
+    async def train_on() -> None:
+        await worker.train(batch)
+        await worker.save(tmp_path / "then")
+        await worker.save_hf(tmp_path / "hf-then")
+        snapshot = await worker.snapshot(optimizer=True, export=True)
+        await worker.train(batch)
+        await snapshot.save(tmp_path / "later")
+        await snapshot.save_hf(tmp_path / "hf-later")
+
+    asyncio.run(train_on())
+    for then in sorted([*(tmp_path / "then").iterdir(), *(tmp_path / "hf-then").iterdir()]):
+        later = tmp_path / then.parent.name.replace("then", "later") / then.name
+        assert later.read_bytes() == then.read_bytes(), then
+    assert not _same(load_file(tmp_path / "later" / "model.safetensors"), _weights(worker))
+
+
+def test_a_snapshot_for_an_export_alone_has_no_optimiser(model_dir: Path, batch: TrainBatch, tmp_path: Path) -> None:
+    worker = _worker(model_dir)
+    _train(worker, batch)
+    snapshot = asyncio.run(worker.snapshot(optimizer=False, export=True))
+    asyncio.run(snapshot.save(tmp_path))
+    assert load_file(tmp_path / "optimizer.safetensors") == {}
 
 
 def test_a_closed_worker_takes_no_more_work(model_dir: Path, batch: TrainBatch) -> None:

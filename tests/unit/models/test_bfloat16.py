@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.models import bfloat16
-from penstock.models.bfloat16 import amx_is_hidden, choose_dtype, has_fast_products, keep_onednn_alive, product
+from penstock.models.bfloat16 import amx_is_hidden, has_fast_products, keep_onednn_alive, product
 
 SIZE = st.integers(min_value=0, max_value=40)
 
@@ -82,14 +81,3 @@ def test_what_the_user_said_of_onednn_stands(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     keep_onednn_alive()
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX2"
-
-
-@pytest.mark.parametrize("fast", [True, False])
-def test_auto_is_bfloat16_where_that_is_fast(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bfloat16, "has_fast_products", lambda: fast)
-    expected = torch.bfloat16 if fast else torch.float32
-    assert choose_dtype("auto", fused=True, deterministic=False) == expected
-    assert choose_dtype("auto", fused=False, deterministic=False) == torch.float32
-    assert choose_dtype("auto", fused=True, deterministic=True) == torch.float32
-    assert choose_dtype("bfloat16", fused=False, deterministic=True) == torch.bfloat16
-    assert choose_dtype("float32", fused=True, deterministic=False) == torch.float32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
 from penstock.engine import EmbeddedEngineConfig
@@ -20,6 +21,8 @@ from penstock.errors import ModelError
 from penstock.models.families import (
     EMBEDDING,
     HEAD,
+    Described,
+    describe,
     is_like_llama,
     is_tied,
     parameter_shapes,
@@ -66,6 +69,35 @@ def test_a_models_weights_are_read_as_transformers_has_them(kind: str, tmp_path:
     found = read_weights(tmp_path, config)
     assert found is not None and found.keys() == expected.keys()
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama, tied", "llama, biases", "llama, wide heads"])
+def test_the_file_of_a_llama_describes_it_as_transformers_does(kind: str, tmp_path: Path) -> None:
+    make(kind).config.save_pretrained(tmp_path)
+    found, expected = describe(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(found, Described)
+    assert is_like_llama(found) and parameter_shapes(found) == parameter_shapes(expected)
+    assert {name: getattr(expected, name) for name in vars(found) if hasattr(expected, name)}.items() >= {
+        name: value for name, value in vars(found).items() if name not in ("dtype", "transformers_version")
+    }.items()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"head_dim": None},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        {"model_type": "qwen2"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_file_that_says_more_or_less_is_read_by_transformers(change: dict[str, Any], tmp_path: Path) -> None:
+    make("llama").config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert isinstance(describe(tmp_path), PreTrainedConfig)
 
 
 @pytest.mark.parametrize(
@@ -138,12 +170,21 @@ def test_a_tied_model_whose_weights_have_other_names_is_left_to_transformers(tmp
     assert torch.equal(loaded._head, model.get_output_embeddings().weight)
 
 
-def test_an_engine_of_such_a_model_starts_without_the_modules_of_transformers(tmp_path: Path) -> None:
-    make("qwen3").save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "module"),
+    [
+        ("llama", "transformers"),
+        pytest.param("qwen3", "transformers.modeling_utils", marks=pytest.mark.long_tier),
+    ],
+)
+def test_an_engine_of_such_a_model_starts_without_the_modules_of_transformers(
+    kind: str, module: str, tmp_path: Path
+) -> None:
+    make(kind).save_pretrained(tmp_path)
     program = (
         "import sys; from penstock.engine import EmbeddedEngineConfig; "
         "from penstock.engine.torch_engine.build import load_model; "
         f"load_model(EmbeddedEngineConfig(), {str(tmp_path)!r}, deterministic=False); "
-        "assert 'transformers.modeling_utils' not in sys.modules"
+        f"assert {module!r} not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from penstock.models import load_tokenizer, model_context, resolve_model
+from penstock.models import load_tokenizer, model_context
 from penstock.models.tiny import CONTEXT, LETTERS, MAX_LENGTH, make_tiny
 from penstock.models.tiny_code import OPERATIONS
 
 
 @pytest.fixture(scope="module")
-def tiny(model_cache: Path) -> Path:
-    return resolve_model("tiny", cache=model_cache)
+def tiny(make_known: Callable[[str], Path]) -> Path:
+    return make_known("tiny")
 
 
 def test_the_model_samples_the_right_answer_about_every_third_time(tiny: Path) -> None:
@@ -35,13 +36,13 @@ def test_the_model_samples_the_right_answer_about_every_third_time(tiny: Path) -
 
 
 @pytest.mark.long_tier
-def test_the_model_of_code_writes_the_right_function_about_every_third_time(model_cache: Path) -> None:
+def test_the_model_of_code_writes_the_right_function_about_every_third_time(make_known: Callable[[str], Path]) -> None:
     import torch
     from transformers import LlamaForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    directory = resolve_model("tiny-code", cache=model_cache)
+    directory = make_known("tiny-code")
     model, tokenizer = LlamaForCausalLM.from_pretrained(directory), load_tokenizer(directory)
     generator = torch.Generator().manual_seed(1)
     questions = [(word, number) for word in OPERATIONS for number in range(10, 100)]

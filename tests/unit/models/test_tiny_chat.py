@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 
 from penstock.agent_loop.parsers import ToolCall, hermes
 from penstock.agent_loop.rendering import ids_after, template_problems
-from penstock.models import load_tokenizer, model_context, resolve_model
+from penstock.models import load_tokenizer, model_context
 from penstock.models.tiny_chat import _SPEECH, CONTEXT, SUM, _game, _repeating, _sums, make_tiny_chat
 from penstock.ports import Tokenizer
 
@@ -76,8 +76,8 @@ def test_text_that_is_tokenised_again_has_other_ids_than_the_model_may_write(tok
 
 
 @pytest.mark.long_tier
-def test_it_calls_rightly_about_every_third_time_and_repeats_what_it_is_told(model_cache: Path) -> None:
-    directory = resolve_model("tiny-chat", cache=model_cache)
+def test_it_calls_rightly_about_every_third_time_and_repeats_what_it_is_told(make_known: Callable[[str], Path]) -> None:
+    directory = make_known("tiny-chat")
     tokenizer = load_tokenizer(directory)
     rng = random.Random(1)
     sums = [(rng.randint(10, 99), rng.randint(10, 99)) for _ in range(300)]

@@ -95,7 +95,7 @@ class DeafToPauses(ScriptedEngine):
         return
 
 
-def test_a_call_whose_groups_did_not_come_home_leaves_nothing_to_the_next() -> None:
+def test_a_call_that_is_cut_off_waits_for_no_engine_and_leaves_nothing_to_the_next() -> None:
     async def main() -> list[str]:
         first_is_fast = EngineScript(tokens_per_s=1.0, answers=lambda r: [65] * (2 if ":0:" in r.request_id else 100))
         world = ScriptedWorld(tasks(pause_timeout_s=200.0), engine=DeafToPauses(first_is_fast))
@@ -103,6 +103,7 @@ def test_a_call_whose_groups_did_not_come_home_leaves_nothing_to_the_next() -> N
         await asyncio.sleep(5)
         asking.cancel()
         await asyncio.wait([asking])
+        assert asyncio.get_running_loop().time() == 5
         states = world.buffer.conservation("a").states
         assert (states[GroupState.COMPLETED], states[GroupState.RUNNING]) == (1, 2)
         result = await world.manager.ask({"a": 3}, model_step=0)

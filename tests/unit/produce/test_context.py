@@ -456,7 +456,7 @@ def test_what_was_cut_off_is_stored_without_tokens_of_weights_that_do_not_exist(
         await asyncio.wait([playing])
         assert all(rollout.num_tokens for rollout in attempt.group)
         stored = attempt.interrupted()
-        assert not ctx.store(stored)
+        assert not await ctx.put_generated_group(stored)
         assert [rollout.num_tokens for rollout in stored.group] == [0, 0]
         assert world.buffer.count("task", Status.ABORTED) == 1
         assert world.buffer.tokens.wasted["retried"] > 0

@@ -10,7 +10,7 @@ import pytest
 from penstock.agent_loop import SingleTurnAgentLoop
 from penstock.engine import RolloutControllerConfig
 from penstock.errors import CircuitOpen, DeadlineExceeded, RunError
-from penstock.events import Event, TaskProgress
+from penstock.events import Event, StageBegan, StageEnded, TaskProgress
 from penstock.ports import GenerateRequest
 from penstock.produce import (
     AgentLoopManager,
@@ -713,6 +713,7 @@ def test_a_whole_run_loses_and_doubles_nothing(asynchronous: NewTask) -> None:
     assert world.buffer.state_count("task", GroupState.TRAINED) == 19 * 4
 
 
+@pytest.mark.long_tier
 def test_memory_and_tasks_stay_flat_over_a_long_run(asynchronous: NewTask) -> None:
     async def main() -> list[tuple[int, int, int]]:
         task = asynchronous(max_staleness=1, tail_batch_trigger_size=2, over_sample_threshold=1.0)
@@ -785,10 +786,9 @@ def test_waiting_for_a_batch_nobody_produces_ends_too(asynchronous: NewTask) -> 
 
 class Noted:
     def __init__(self) -> None:
-        self.events: list[TaskProgress] = []
+        self.events: list[Event] = []
 
     def notice(self, event: Event) -> None:
-        assert isinstance(event, TaskProgress)
         self.events.append(event)
 
 
@@ -796,10 +796,31 @@ def test_progress_is_reported_per_task() -> None:
     noted = Noted()
     world = ScriptedWorld(observer=noted)
     run_virtual(world.manager.produce_batch(4, 1, model_step=0))
-    assert {event.task for event in noted.events} == {"task"}
-    assert max(event.done for event in noted.events) >= 3
-    assert {event.due for event in noted.events} == {4}
-    assert noted.events[-1].tokens > 0
+    told = [event for event in noted.events if isinstance(event, TaskProgress)]
+    assert {event.task for event in told} == {"task"}
+    assert max(event.done for event in told) >= 3
+    assert {event.due for event in told} == {4}
+    assert told[-1].tokens > 0
+
+
+@pytest.mark.parametrize("disaggregated", [True, False])
+def test_a_pause_is_told_as_it_begins_and_ends(asynchronous: NewTask, seconds: Seconds, disaggregated: bool) -> None:
+    async def main() -> list[Event]:
+        noted = Noted()
+        world = ScriptedWorld([asynchronous()], engine=seconds(default=40, pause_s=4.0), observer=noted)
+        if not disaggregated:
+            await world.manager.produce_batch(4, 1, model_step=0)
+            return noted.events
+        loop = await producing(world)
+        await asyncio.sleep(10)
+        await world.manager.pause_produce()
+        events = list(noted.events)
+        await world.manager.shutdown()
+        await loop
+        return events
+
+    told = [event for event in run_virtual(main()) if isinstance(event, StageBegan | StageEnded)]
+    assert told == [StageBegan(stage="pause"), StageEnded(stage="pause", seconds=4.0)]
 
 
 # Leases, resuming, ending.

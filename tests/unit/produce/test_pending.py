@@ -25,7 +25,8 @@ class Shelf:
         self.groups: dict[str, Group] = {}
         self.seconds = seconds
 
-    def put(self, stored: Attempt) -> None:
+    async def put(self, stored: Attempt, /, *, durable: bool) -> None:
+        assert not durable
         self.stored.append(stored.group[0].group_id)
         self.groups[stored.group[0].group_id] = stored.group
 
@@ -210,8 +211,8 @@ def test_cancelling_that_is_cut_off_leaves_nothing_to_wait_for() -> None:
 
 def test_a_store_that_fails_leaves_nothing_behind_when_the_rest_is_cancelled() -> None:
     class Full(Shelf):
-        def put(self, stored: Attempt) -> None:
-            super().put(stored)
+        async def put(self, stored: Attempt, /, *, durable: bool) -> None:
+            await super().put(stored, durable=durable)
             raise OSError("no space left on device")
 
     async def main() -> tuple[list[str], int]:
@@ -225,6 +226,7 @@ def test_a_store_that_fails_leaves_nothing_behind_when_the_rest_is_cancelled() -
     assert run_virtual(main()) == (["a", "b", "c"], 0)
 
 
+@pytest.mark.long_tier
 def test_finishing_costs_the_same_with_ten_thousand_pending() -> None:
     async def cost_of_finishing(n: int) -> float:
         pending, signal, shelf = PendingTasks(), Signal(), Shelf()

@@ -289,7 +289,7 @@ def test_a_refresh_looks_only_at_groups_that_change_and_a_count_at_none(groups: 
 
         for held in (10, 1000):
             buffer = ReplayBuffer()
-            buffer._shelves["sums", GroupState.COMPLETED] = Counting("fifo")
+            buffer._shelves._shelves["sums", GroupState.COMPLETED] = Counting("fifo")
             await fill(buffer, groups, [5] * held + [0], step=1, threshold=2)
             touched.clear()
             buffer.refresh_staleness(2)

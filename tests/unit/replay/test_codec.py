@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from penstock.ports import FinishedTurn
 from penstock.replay.codec import (
-    ModelSteps,
     StoredGroup,
     StoredRollout,
     StoredSegment,
@@ -19,7 +18,6 @@ from penstock.replay.codec import (
     encode_rollouts,
     encode_statuses,
     encode_turn,
-    model_steps,
 )
 from penstock.rollout import (
     ROOT,
@@ -167,11 +165,3 @@ def test_statuses_that_do_not_fit_the_rollouts_are_refused(groups: Any) -> None:
     group = groups.new(1)
     with pytest.raises(ValueError, match="shorter"):
         StoredGroup("t", "t:1", 1, encode_draw(group), None).decode((Status.ABORTED,))
-
-
-def test_the_model_steps_are_those_that_decide_the_expiry(groups: Any) -> None:
-    group = groups.new(1, k=3)
-    assert model_steps(group) == ModelSteps(None, None, None)
-    group[0].response = Tokens().append([1], [0.0], model_step=2).append([1], [0.0], model_step=9)
-    group[1].response = Tokens().append([1], [0.0], model_step=5)
-    assert model_steps(group) == ModelSteps(2, 5, 9)

@@ -23,7 +23,7 @@ def test_a_move_that_the_diagram_does_not_have_is_refused_with_the_story(source:
         assert lifecycle.count("a", target) == 1
     else:
         with pytest.raises(IllegalTransition, match=r"'a:1' of task 'a' cannot go .* Its story: drawn long ago"):
-            lifecycle.move(Transition("a:1", "a", source, target, reason=reason), "drawn long ago")
+            lifecycle.move(Transition("a:1", "a", source, target, reason=reason), lambda: "drawn long ago")
         assert lifecycle.conservation("a").drawn == 0
 
 

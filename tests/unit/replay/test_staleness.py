@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.replay import StaleRule, calculate_seq_staleness, calculate_stale_threshold, group_staleness
-from penstock.replay.staleness import NEVER, rollout_staleness
+from penstock.replay.staleness import NEVER, ModelSteps, rollout_staleness
 from penstock.rollout import Group, Prompt, RolloutState, Status, Tokens, linear
 
 steps = st.integers(0, 20)
@@ -95,3 +95,20 @@ def test_a_rollout_without_tokens_never_expires() -> None:
 
 def test_the_staleness_of_a_group_is_that_of_its_oldest_token() -> None:
     assert group_staleness([rollout((3, 2)), rollout((1, 1), (4, 1))], 5) == 3
+
+
+def test_the_model_steps_are_those_that_decide_the_expiry() -> None:
+    group = [rollout(), rollout(), rollout()]
+    assert ModelSteps.of(group) == ModelSteps(None, None, None)
+    group = [rollout((2, 1), (9, 1)), rollout((5, 1)), rollout()]
+    assert ModelSteps.of(group) == ModelSteps(2, 5, 9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rule=rules, made=st.lists(runs, min_size=1, max_size=4))
+def test_the_model_steps_say_when_the_first_rollout_of_a_group_expires(
+    rule: StaleRule, made: list[list[tuple[int, int]]]
+) -> None:
+    group = [rollout(*each) for each in made]
+    found = ModelSteps.of(group)
+    assert rule.limit(found.oldest, found.oldest_newest) == rule.first_expiry(group)

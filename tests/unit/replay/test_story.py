@@ -189,9 +189,35 @@ def test_a_group_given_back_says_that_it_was_trained_before(
         await buffer.close()
 
     asyncio.run(main())
-    assert "trained before, in a lineage that a restart gave up" in group_story(tmp_path / "later", "sums:0")[
-        "why_not_trained"
-    ]  # fmt: skip
+    story = group_story(tmp_path / "later", "sums:0")
+    assert "trained before, in a lineage that a restart gave up" in story["why_not_trained"]
+    told = render_story(story).splitlines()
+    [restarted] = [number for number, line in enumerate(told) if "the driver was restarted, from checkpoint 0" in line]
+    assert " trained " in told[restarted - 1] and " completed " in told[restarted + 1]
+
+
+def test_a_story_has_the_restarts_that_the_group_lived_through(
+    live: Path, tmp_path: Path, copy_run: Any, open_buffer: Any
+) -> None:
+    async def restart(run_dir: Path) -> None:
+        buffer = open_buffer(run_dir)
+        buffer.restore(1, RULES)
+        await buffer.flush()
+        await buffer.close()
+
+    later = copy_run(live, tmp_path / "later")
+    asyncio.run(restart(later))
+    stories = {group_id: group_story(later, group_id) for group_id in ("sums:0", "sums:2", "sums:3", "sums:4")}
+    assert {group_id: len(story["restarts"]) for group_id, story in stories.items()} == {
+        "sums:0": 0,  # trained for good
+        "sums:2": 1,  # waited before it, and waits
+        "sums:3": 1,  # was being played
+        "sums:4": 0,  # discarded
+    }
+    moves, [restarted] = stories["sums:3"]["transitions"], stories["sums:3"]["restarts"]
+    assert [move["state"] for move in moves] == ["running", "aborted"]
+    assert moves[0]["event"] <= restarted["after_event"] < moves[1]["event"] and restarted["checkpoint_step"] == 1
+    assert render_story(stories["sums:2"]).count("the driver was restarted, from checkpoint 1") == 1
 
 
 def test_an_unknown_group_and_a_missing_ledger_are_named(live: Path, tmp_path: Path) -> None:

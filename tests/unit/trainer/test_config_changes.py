@@ -15,7 +15,7 @@ from penstock.data import AdditionConfig, SamplerConfig
 from penstock.judger import NativeJudgerConfig, final_number
 from penstock.learn import TrainWorkerConfig
 from penstock.produce import AgentLoopManagerConfig, AsyncProduceStrategyConfig, TaskSpecConfig
-from penstock.trainer import EvaluatorConfig, JsonlTrackerConfig, RLDisaggregatedTrainerConfig
+from penstock.trainer.config import RLDisaggregatedTrainerConfig
 from penstock.trainer.config_changes import (
     ABSENT,
     HARMLESS,
@@ -24,6 +24,8 @@ from penstock.trainer.config_changes import (
     refused_differences,
     why_harmless,
 )
+from penstock.trainer.evaluator import EvaluatorConfig
+from penstock.trainer.trackers import JsonlTrackerConfig
 
 
 def addition(name: str) -> TaskSpecConfig:

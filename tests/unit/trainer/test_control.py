@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from engine_fakes import FakeEngine
 
-from penstock.cli.main import main as penstock
+from penstock.cli import main as penstock
 from penstock.engine import RolloutControllerConfig
 from penstock.errors import RefusedError, RunError
 from penstock.events import Event, Note

@@ -90,6 +90,15 @@ def test_without_a_terminal_each_step_and_each_evaluation_is_one_line() -> None:
     ]
 
 
+def test_without_a_terminal_what_is_loaded_is_said_once() -> None:
+    out = io.StringIO()
+    display = PlainDisplay(out)
+    for detail in ("tiny, libraries first", "the weights of tiny", "the engine of tiny"):
+        display.notice(StageBegan(stage="load", detail=detail))
+    display.notice(StageBegan(stage="scan", detail="400 rows"))
+    assert out.getvalue() == "load tiny, libraries first\n"
+
+
 def test_a_stage_before_the_run_begins_is_shown_and_does_not_stay() -> None:
     display, out = live()
     display.notice(StageBegan(stage="load", detail="the weights"))

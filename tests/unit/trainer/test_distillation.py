@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,15 +13,14 @@ import pytest
 
 from penstock.cli.config_file import load_config
 from penstock.data import PromptSet
-from penstock.engine import EnginesConfig
+from penstock.engine import EmbeddedEngineConfig, EnginesConfig
 from penstock.errors import ConfigError, DeadlineExceeded, InfrastructureFailure, ModelError, RunError
 from penstock.events import Nobody
-from penstock.models import load_tokenizer, resolve_model, set_cache_directory
+from penstock.models import load_tokenizer, set_cache_directory
 from penstock.ports import Tokenizer
 from penstock.rollout import ROOT, Group, Prompt, RolloutState, SampleParams, Segment, Status, Tokens, Verdict, pack_ids
 from penstock.testing import CharTokenizer
-from penstock.trainer import DistillationConfig, TeacherConfig
-from penstock.trainer.distillation import Teachers
+from penstock.trainer.distillation import DistillationConfig, TeacherConfig, Teachers
 
 
 class Scorer:
@@ -124,9 +124,9 @@ def test_a_teacher_that_does_not_score_is_refused_at_the_start(scores: float | N
 
 
 @pytest.fixture
-def tiny_dir(model_cache: Path) -> Any:
+def tiny_dir(model_cache: Path, make_known: Callable[[str], Path]) -> Any:
     set_cache_directory(model_cache)
-    yield resolve_model("tiny")
+    yield make_known("tiny")
     set_cache_directory(None)
 
 
@@ -172,6 +172,33 @@ def test_no_teacher_is_started_when_one_of_them_is_refused(tiny_dir: Path, tmp_p
             load_tokenizer(tiny_dir), deterministic=False, threads=1, observer=Nobody()
         )
     assert CountedEngines.built == []
+
+
+def test_a_teacher_without_room_for_the_answers_is_refused_before_anything_is_loaded(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    teacher = ["distillation.teachers.model=tiny", "distillation.teachers.engines.engine.max_context=14"]
+    config = load_config("distill-tiny", [*teacher, "evaluator=null"])
+    problem = (
+        r"teacher 'tiny' has a context of 14 tokens, the student of 128: a prompt has 7, and with max_tokens 8 "
+        "its answer could not be scored"
+    )
+    with pytest.raises(ModelError, match=problem):
+        config.build(run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_short_context_is_no_matter_where_the_answers_fit_or_another_teacher_scores_them(tiny_dir: Path) -> None:
+    def prompts(length: int, source: str) -> PromptSet:
+        return PromptSet([Prompt(ids=pack_ids([3] * length), data_source=source)])
+
+    short = EnginesConfig(engine=EmbeddedEngineConfig(max_context=20))
+    words = TeacherConfig(model="tiny", engines=short, data_sources=["words"])
+    config = DistillationConfig(teachers=[words, TeacherConfig(model="tiny")])
+    config.require_room([(prompts(12, "words"), 8), (prompts(100, "sums"), 8)], 128)
+    with pytest.raises(ModelError, match="a prompt has 12, and with max_tokens 9"):
+        config.require_room([(prompts(12, "words"), 9)], 128)
+    config.require_room([(prompts(12, "words"), 9)], 20)  # the student has no more room itself
 
 
 def test_a_teacher_whom_nobody_needs_is_refused() -> None:

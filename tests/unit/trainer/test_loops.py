@@ -18,6 +18,7 @@ from penstock.produce import ProduceBatchResult, ProduceBatchStatus
 from penstock.rollout import new_rollout
 from penstock.testing import run_virtual
 from penstock.trainer.loops import LoopPorts, Schedule, Stages, colocated_loop, disaggregated_loop
+from penstock.trainer.writer import CheckpointWriter
 
 EXPIRED = ProduceBatchStatus.EXPIRED_BATCH
 LOOPS = {"colocated": colocated_loop, "disaggregated": disaggregated_loop}
@@ -35,8 +36,11 @@ class World:
         stop_after: int | None = None,
         eval_s: float = 0.0,
         expired_batches: tuple[int, ...] = (),
+        write_s: float = 0.0,
+        unwritten: int | None = None,
     ) -> None:
-        """`refused` are numbers of calls of `learn`, from 1; `fails` says at which step which port raises what."""
+        """`refused` are numbers of calls of `learn`, from 1; `fails` says at which step which port raises what;
+        `unwritten` is the checkpoint that takes `write_s` and then cannot be written."""
         self.story: list[tuple[str, int]] = []
         self.events: list[Event] = []
         self.served = 0
@@ -47,6 +51,9 @@ class World:
         self._stop_after = stop_after
         self._eval_s = eval_s
         self._expired_batches = expired_batches
+        self._write_s = write_s
+        self._unwritten = unwritten
+        self._writer = CheckpointWriter(self)
         self._learned = 0
         self._finished = asyncio.Event()
         self._paused = True
@@ -66,7 +73,8 @@ class World:
         )
 
         async def main() -> int:
-            step: int = await loop(schedule, ports, begin=begin)
+            async with self._writer:
+                step: int = await loop(schedule, ports, begin=begin)
             return step
 
         return run_virtual(self._alone(main()), deadline=1e6)
@@ -167,12 +175,23 @@ class World:
     async def close(self) -> None:
         raise AssertionError("whoever builds a part closes it")
 
-    async def save(self, train_step: int, metrics: dict[str, float]) -> None:
-        assert metrics["reward/mean"] == 0.5
-        self.tell("checkpoint", train_step)
+    async def keep(self, train_step: int, metrics: dict[str, float], *, checkpoint: bool, export: bool) -> None:
+        assert metrics["reward/mean"] == 0.5 and (checkpoint or export)
+        await self._writer.wait(f"step {train_step}")
+        if checkpoint:
+            self.tell("checkpoint", train_step)
+        if export:
+            self.tell("export", train_step)
+        self._writer.begin(f"checkpoint {train_step}", lambda: self._write(train_step))
 
-    async def export(self, train_step: int) -> None:
-        self.tell("export", train_step)
+    def check(self) -> None:
+        self._writer.check()
+
+    async def _write(self, train_step: int) -> None:
+        await asyncio.sleep(self._write_s)
+        if train_step == self._unwritten:
+            raise StorageError("the disk is full")
+        self.tell("written", train_step)
 
     async def evaluate(self, model_step: int) -> None:
         self.tell("evaluate", model_step)
@@ -199,14 +218,14 @@ def only(story: list[tuple[str, int]], *names: str) -> list[tuple[str, int]]:
 def test_a_colocated_step_reads_as_the_sentence() -> None:
     world = World()
     assert world.run(colocated_loop, schedule(1, checkpoint_interval=1, hf_interval=1)) == 1
-    steps = ["produce", "sleep", "learn", "commit", "checkpoint", "wake", "publish", "export"]
+    steps = ["produce", "sleep", "learn", "commit", "checkpoint", "export", "wake", "publish", "written"]
     assert [name for name, _ in world.story] == steps
 
 
 def test_a_disaggregated_step_reads_as_the_sentence() -> None:
     world = World()
     assert world.run(disaggregated_loop, schedule(2, checkpoint_interval=1, hf_interval=2)) == 2
-    assert [entry for entry in world.story if entry != ("produce loop", 0)] == [
+    assert [entry for entry in world.story if entry[0] not in ("produce loop", "written")] == [
         ("get", 1),
         ("learn", 1),
         ("commit", 1),
@@ -272,6 +291,51 @@ def test_a_checkpoint_waits_for_the_evaluation_of_weights_that_a_restart_could_n
     world = World(eval_s=100.0)
     world.run(disaggregated_loop, schedule(9, sync_weights_interval=4, eval_interval=4, checkpoint_interval=6))
     assert only(world.story, "evaluated", "checkpoint")[:2] == [("evaluated", 4), ("checkpoint", 6)]
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_a_checkpoint_is_written_beside_the_steps_that_follow_it(loop: Any) -> None:
+    world = World(write_s=7.0)
+    world.run(loop, schedule(5, checkpoint_interval=4, sync_weights_interval=100))
+    told = only(world.story, "checkpoint", "commit", "written")
+    assert told[-3:] == [("checkpoint", 4), ("commit", 5), ("written", 4)]
+    assert not [event for event in world.events if isinstance(event, Note)]
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_the_next_checkpoint_waits_until_the_one_before_is_written_and_says_so(loop: Any) -> None:
+    world = World(write_s=100.0)
+    world.run(loop, schedule(4, checkpoint_interval=2))
+    told = only(world.story, "checkpoint", "commit", "written")
+    assert told[1:-1] == [
+        ("commit", 2),
+        ("checkpoint", 2),
+        ("commit", 3),
+        ("commit", 4),
+        ("written", 2),
+        ("checkpoint", 4),
+    ]
+    assert [e.text for e in world.events if isinstance(e, Note)] == ["step 4 waits until checkpoint 2 is written"]
+
+
+@pytest.mark.parametrize("write_s", [0.0, 0.5, 1.5, 2.5, 3.5, 100.0])
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_no_step_is_trained_after_it_is_known_that_a_checkpoint_could_not_be_written(loop: Any, write_s: float) -> None:
+    world = World(write_s=write_s, unwritten=2)
+    with pytest.raises(StorageError, match="the disk is full"):
+        world.run(loop, schedule(9, checkpoint_interval=2))
+    # A step takes seconds: the one that is under way is finished, and the next checkpoint waits for this one.
+    last = {0.0: 2, 0.5: 2, 1.5: 3 if loop is disaggregated_loop else 2, 2.5: 3 if loop is disaggregated_loop else 2}
+    assert world._steps("commit")[-1] == last.get(write_s, 3 if write_s < 100 else 4)
+    assert world._steps("learn") == world._steps("commit") and world.leased is None
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_what_was_begun_is_written_also_when_the_run_fails_elsewhere(loop: Any) -> None:
+    world = World(write_s=50.0, fails={"learn": (3, RunError("a bad batch"))})
+    with pytest.raises(RunError, match="a bad batch"):
+        world.run(loop, schedule(4, checkpoint_interval=2))
+    assert ("written", 2) in world.story
 
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)

@@ -10,6 +10,8 @@ from penstock.events import (
     ActorLost,
     ActorRecovered,
     BatchTaken,
+    EngineChanged,
+    EngineSeen,
     EvaluationDone,
     Event,
     Note,
@@ -17,6 +19,7 @@ from penstock.events import (
     RunEnded,
     StageBegan,
     StageEnded,
+    StepGivenBack,
     StepTrained,
     TaskProgress,
     Warned,
@@ -117,6 +120,19 @@ def test_events_are_read_back_as_they_were_told(tmp_path: Path) -> None:
     assert moments == sorted(moments) and all(kept.time > 1e9 for kept in read)
 
 
+def test_how_an_engine_does_is_kept_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    file = EventFile(tmp_path / "events.jsonl")
+    for step in range(12):
+        file.notice(EngineSeen(engine="engine-0", model_step=step))
+        file.notice(EngineSeen(engine="engine-1", model_step=step))
+        now += 2.0
+    file.close()
+    kept = [kept.event for kept in read_events(tmp_path / "events.jsonl")]
+    assert kept == [EngineSeen(engine=f"engine-{n}", model_step=step) for step in (0, 5, 10) for n in (0, 1)]
+
+
 def test_a_resumed_run_appends_and_its_seconds_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "events.jsonl"
     clock = iter([100.0, 130.0, 5.0, 6.0])  # another process, another monotonic clock
@@ -162,6 +178,60 @@ def test_a_text_that_is_no_unicode_is_kept_with_escapes(tmp_path: Path) -> None:
     first, second = (kept.event for kept in read_events(tmp_path / "events.jsonl"))
     assert first == Warned(text="no such file: b\\udcff.txt", source="é")
     assert second == Note(text="next")
+
+
+class Moments:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+LOST = ActorLost(actor="judger-0", reason="killed")
+BACK = ActorRecovered(actor="judger-0", seconds=1.0)
+FENCED = EngineChanged(engine="engine-0", state="fenced", reason="died")
+ACTIVE = EngineChanged(engine="engine-0", state="active", reason="well")
+LEFT = EngineChanged(engine="engine-0", state="left", reason="it has left")
+GIVEN_BACK = StepGivenBack(train_step=1, reason="rank 1 was lost")
+
+
+@pytest.mark.parametrize(
+    ("told", "lost"),
+    [
+        ({}, None),
+        ({2: [LOST], 5: [BACK]}, 3.0),
+        ({0: [LOST], 5: [BACK]}, 4.0),  # it was lost before the step began
+        ({2: [LOST], 4: [FENCED], 5: [BACK], 8: [ACTIVE]}, 6.0),  # both at once count once
+        ({7: [LOST], 14: [BACK]}, 4.0),  # it is back when the step has been told
+        ({4: [GIVEN_BACK]}, 3.0),  # what was trained until then was in vain
+        ({4: [GIVEN_BACK], 2: [LOST], 6: [BACK]}, 5.0),
+        ({2: [FENCED]}, None),  # it never comes back: the run goes on without it
+        ({2: [FENCED], 3: [LEFT]}, None),
+    ],
+)
+def test_no_useful_second_is_lost_to_recovery(told: dict[int, list[Event]], lost: float | None) -> None:
+    """One step, from second 1 to 11; then 20 s are over."""
+    clock = Moments()
+    sink = SummarySink(clock)
+    sink.summary.began_at -= 20.0
+    said: dict[int, list[Event]] = {
+        1: [StageBegan(stage="step", train_step=1)],
+        11: [
+            StepTrained(train_step=1, metrics={"time/step_s": 10.0}),
+            StageEnded(stage="step", seconds=10.0, train_step=1),
+        ],
+    }
+    for second in range(20):
+        clock.now += 1.0 if second else 0.0
+        for event in [*said.get(second, []), *told.get(second, [])]:
+            sink.notice(event)
+        sink.plain()  # a checkpoint may be written at any time, and changes nothing
+    summary = sink.plain()
+    assert summary["train_seconds"] == 10.0 and summary["recovery_seconds"] == lost
+    assert summary["effective_time_ratio"] == pytest.approx((10.0 - (lost or 0.0)) / 20.0, abs=0.01)
 
 
 def test_the_share_of_useful_time_counts_evaluations_between_steps_and_no_step_twice():

@@ -3,12 +3,21 @@ from __future__ import annotations
 import io
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from penstock.events import EvaluationDone, RunBegan, StageBegan, StepTrained, TaskProgress
+from penstock.events import (
+    EngineChanged,
+    EngineSeen,
+    EvaluationDone,
+    RunBegan,
+    StageBegan,
+    StageEnded,
+    StepTrained,
+    TaskProgress,
+)
 from penstock.trainer.picture import LiveDisplay, sparkline
 
 METRICS = {
@@ -91,6 +100,42 @@ def test_what_became_of_the_groups_and_who_waits_has_its_rows() -> None:
     display.close()
 
 
+def test_engines_and_what_is_wrong_are_said_in_words_as_on_the_page() -> None:
+    watch = Watch()
+    display = make(watch)
+    for name, busy in (("engine-0", 0.5), ("engine-1", 0.7)):
+        display.notice(EngineChanged(engine=name, state="active"))
+        display.notice(EngineSeen(engine=name, model_step=4, running=3, waiting=1, busy=busy, tokens_per_s=100.0))
+    assert "engines   2 of 2 serve  weights 4  busy 60 %  6 running  2 wait  200 tokens/s" in shown(display)
+    display.notice(EngineChanged(engine="engine-1", state="fenced", reason="it died"))
+    cut = {"length/truncated_share": 0.5}
+    for step in (1, 2, 3):
+        display.notice(StepTrained(train_step=step, metrics={**METRICS, **cut}))
+    watch.now += 2.0
+    lines = shown(display)
+    assert "engines   engine-1 is fenced: it died  1 of 2 serve  weights 4  busy 50 %" in [line[:73] for line in lines]
+    assert "alarm     engine engine-1 is fenced: it died" in lines
+    place = lines.index("tip       50 % of the answers were cut by max_tokens: raise it, or shape their")
+    assert lines[place + 1] == "          reward"
+    assert all(len(line) <= 40 for line in shown(display, 40))
+    display.close()
+
+
+def test_a_stage_that_hangs_is_an_alarm_though_nothing_happens() -> None:
+    watch = Watch()
+    display = make(watch)
+    for step in (1, 2, 3, 4):
+        display.notice(StageBegan(stage="train", train_step=step))
+        watch.now += 2.0
+        if step < 4:
+            display.notice(StageEnded(stage="train", train_step=step, seconds=2.0))
+    assert not any(line.startswith("alarm") for line in shown(display))
+    watch.now += 58.0
+    assert "alarm     train has taken 60 s; it usually takes 2.0 s" in shown(display)
+    display.close()
+
+
+@settings(deadline=None)
 @given(
     st.integers(1, 200),
     st.integers(1, 10**9),

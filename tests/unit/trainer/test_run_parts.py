@@ -24,6 +24,7 @@ from penstock.produce import AgentLoopManager, load_prompts
 from penstock.replay import ReplayBuffer
 from penstock.replay.ledger import LEDGER_FILE
 from penstock.testing import ScriptedEngine, run_virtual
+from penstock.trainer.arithmetic import Arithmetic
 from penstock.trainer.checkpointing import RunCheckpointer
 from penstock.trainer.checkpoints import Checkpoint, CheckpointStore
 from penstock.trainer.gauges import Gauges
@@ -183,6 +184,9 @@ class Exporter:
     async def save_hf(self, directory: Path) -> None:
         await asyncio.to_thread(directory.mkdir, parents=True)
 
+    async def snapshot(self, *, optimizer: bool, export: bool) -> None:
+        """It has none to give."""
+
     async def load(self, directory: Path) -> None:
         pass
 
@@ -197,6 +201,7 @@ def test_an_export_that_a_killed_process_still_owed_is_made_up_once(tmp_path: Pa
         told,
         run_dir=tmp_path,
         made_from=NOWHERE,
+        arithmetic=Arithmetic(),
         config={},
     )
     asyncio.run(checkpointer.make_up_export(4))
@@ -218,6 +223,7 @@ def test_an_export_of_a_lineage_that_was_left_is_not_taken_for_one_of_the_run(tm
         Told(),
         run_dir=tmp_path,
         made_from=NOWHERE,
+        arithmetic=Arithmetic(),
         config={},
     )
     rng_tensors, rng = rng_state()

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.recipes.tiny import trainer
 from penstock.rollout import SampleParams
-from penstock.trainer import RLColocateTrainerConfig
+from penstock.trainer.config import RLColocateTrainerConfig
 
 
 def with_min_tokens(path: str) -> RLColocateTrainerConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,6 +10,9 @@ import sys
 import time
 
 import pytest
+
+from penstock.testing import run_virtual
+from penstock.trainer.signals import Stop
 
 PROGRAM = """
 import asyncio, sys, time
@@ -56,3 +60,34 @@ def test_two_signals_end_the_process_whatever_its_code_does(behaviour: str, numb
         assert process.poll() is None, "the first signal only asks"
         process.send_signal(number)
         assert process.wait(timeout=30) == 130
+
+
+def test_what_a_stop_cuts_off_has_ended_when_that_is_known() -> None:
+    ended: list[str] = []
+
+    async def work(name: str, seconds: float) -> None:
+        try:
+            await asyncio.sleep(seconds)
+            ended.append(f"{name} done")
+        except asyncio.CancelledError:
+            await asyncio.sleep(1)
+            ended.append(f"{name} cut off")
+            raise
+
+    async def main() -> None:
+        stop = Stop()
+        assert not await stop.cuts_off(work("first", 5))
+        asyncio.get_running_loop().call_later(5, stop.request)
+        assert await stop.cuts_off(work("second", 50))
+        assert await stop.cuts_off(work("third", 5))
+        assert ended == ["first done", "second cut off"]
+
+    run_virtual(main())
+
+
+def test_what_fails_before_a_stop_fails_as_itself() -> None:
+    async def fails() -> None:
+        raise ValueError("as itself")
+
+    with pytest.raises(ValueError, match="as itself"):
+        run_virtual(Stop().cuts_off(fails()))

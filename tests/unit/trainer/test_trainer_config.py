@@ -26,7 +26,7 @@ from penstock import (
 )
 from penstock.cli.config_file import load_config
 from penstock.cli.recipes import recipe_names
-from penstock.recipes import tiny
+from penstock.recipes import tiny, tiny_async
 from penstock.trainer.deadlines import deadline_orders
 
 
@@ -114,6 +114,16 @@ def test_all_deadlines_that_are_out_of_order_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         config(manager=AgentLoopManagerConfig(tasks=[task()], stall_timeout_s=10.0)).check()
     assert len([problem for problem in refused.value.problems if "stall_timeout_s" in problem]) == 4
+
+
+def test_trainer_and_engines_that_work_at_once_divide_the_cores_and_lend_those_they_leave_idle() -> None:
+    colocated = tiny.trainer.replace("deterministic", False).replace("cpu_threads", 4)
+    assert (colocated.threads(), colocated.most_threads()) == ((4, 4), None)
+    apart = tiny_async.trainer.replace("deterministic", False).replace("cpu_threads", 4)
+    assert (apart.threads(), apart.most_threads()) == ((2, 2), 4)
+    assert apart.replace("engines.engine.process", False).most_threads() is None
+    # Their number is a part of what a deterministic run computes.
+    assert apart.replace("checkpoint_interval", 1).replace("deterministic", True).most_threads() is None
 
 
 def test_more_threads_than_a_machine_can_use_are_refused() -> None:

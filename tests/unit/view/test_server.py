@@ -10,10 +10,23 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
-from view_runs import HOSTILE, end_run, step_events, tell
+from view_runs import (
+    HOSTILE,
+    branched_group,
+    draw_group,
+    end_run,
+    group_of,
+    play_over_restarts,
+    restart,
+    saved_in,
+    step_events,
+    tell,
+    tell_of_sync,
+)
 
 from penstock.errors import RefusedError
-from penstock.events import Warned
+from penstock.events import ArithmeticChosen, Warned
+from penstock.replay import DiscardReason, ReplayBuffer
 from penstock.trainer.observers import EVENTS_FILE
 from penstock.view.runs import Runs
 from penstock.view.server import COOKIE, PAGE
@@ -60,6 +73,26 @@ def test_now_counts_every_group_and_says_who_is_there(client: TestClient) -> Non
     assert (states["trained"], states["discarded"], states["completed"]) == (1, 1, 1) and sum(states.values()) == 3
     assert now["step"] == 2 and now["total_steps"] == 4 and now["published"] == 2
     assert now["engines"]["engine-0"]["state"] == "active" and now["tokens"]["generated"] == 200
+    load = now["engines"]["engine-0"]["load"]
+    assert (load["model_step"], load["running"], load["waiting"], load["busy"]) == (2, 3, 1, 0.75)
+
+
+def test_now_tells_what_went_into_each_part_of_the_pipe(client: TestClient, run_dir: Path) -> None:
+    assert client.get("/api/first/now").json()["rates"] == {}
+    trained = {"trained_tokens": 200.0, "staleness/masked_tokens": 40.0, "length/masked_tokens": 10.0}
+    made = {"produce/rollouts": 16.0, "tokens/generated": 400.0, "tokens/wasted": 60.0}
+    tell(run_dir, *step_events(3, **made, **trained, **{"time/step_s": 2.0}))
+    now = client.get("/api/first/now").json()
+    assert now["rates"] == {"running": 8.0, "completed": 200.0, "leased": 125.0, "trained": 100.0, "lost": 30.0}
+    assert now["tokens"] == {"generated": 600.0, "trained": 200.0, "wasted": 60.0}
+
+
+def test_now_tells_the_arithmetic_that_was_chosen(client: TestClient, run_dir: Path) -> None:
+    assert client.get("/api/first/now").json()["arithmetic"] == ""
+    tell(run_dir, ArithmeticChosen(train="float32", engine="bfloat16", cpu="a CPU", others_take={"train": 2.25}))
+    assert client.get("/api/first/now").json()["arithmetic"] == (
+        "arithmetic: training float32 (bfloat16 takes 2.2x as long), engine bfloat16, on a CPU"
+    )
 
 
 def test_a_run_whose_driver_is_gone_is_killed_and_one_that_ended_is_done(client: TestClient, run_dir: Path) -> None:
@@ -92,6 +125,15 @@ def test_a_rollout_is_found_by_its_words_and_read_token_by_token(client: TestCli
     assert [one["reward"] for one in rollout["siblings"]] == [0.0, 1.0]
 
 
+def test_a_rollout_of_several_segments_has_each_where_it_begins(client: TestClient, run_dir: Path) -> None:
+    saved_in(run_dir).save_step(2, [branched_group(3)], {})
+    rollout = client.get("/api/first/rollout", params={"id": "sums:3:0", "step": 2}).json()
+    first, second = rollout["segments"]
+    assert (first["parent"], first["start"], second["parent"], second["start"]) == (-1, -1, 0, 3)
+    assert second["ids"] == list(b"again") and second["model_steps"] == [1] * 5
+    assert [turn["segment"] for turn in rollout["turns"]] == [0, 0, 1]
+
+
 def test_answers_are_json_that_no_browser_takes_for_a_page(client: TestClient) -> None:
     answer = client.get("/api/first/rollout", params={"id": "sums:0:1", "step": 1})
     assert answer.headers["content-type"] == "application/json"
@@ -116,17 +158,70 @@ def test_what_was_not_trained_has_its_reason_its_cost_and_its_story(client: Test
     assert [move["state"] for move in story["transitions"]] == ["running", "discarded"]
 
 
-def test_a_batch_has_a_lane_for_each_of_its_groups(client: TestClient) -> None:
+def test_a_story_goes_over_attempts_and_restarts(client: TestClient, run_dir: Path) -> None:
+    play_over_restarts(run_dir)
+    story = client.get("/api/first/group", params={"id": "sums:3"}).json()
+    moves, [restarted] = story["transitions"], story["restarts"]
+    before = [move["state"] for move in moves if move["event"] <= restarted["after_event"]]
+    after = [move["state"] for move in moves if move["event"] > restarted["after_event"]]
+    assert before == ["running", "aborted", "running"]
+    assert after == ["aborted", "running", "completed", "leased", "trained"]
+    assert restarted["checkpoint_step"] == 1 and len(client.get("/api/first/group?id=sums:2").json()["restarts"]) == 2
+
+
+def test_what_was_dropped_has_its_length_beside_what_was_trained(client: TestClient, run_dir: Path) -> None:
+    def drop(buffer: ReplayBuffer) -> None:
+        long = group_of(3, 3 * HOSTILE)
+        draw_group(buffer, long)
+        buffer.discard(long, "sums", DiscardReason.FILTERED, train_step=2)
+
+    restart(run_dir, drop, after_s=100)
+    costs = client.get("/api/first/untrained").json()
+    assert costs["trained"] == {"tokens_per_group": 2.0 * (len(HOSTILE) + 1)}
+    assert costs["discarded"]["filtered"]["tokens_per_group"] == 2.0 * (3 * len(HOSTILE) + 1)
+
+
+def test_a_batch_has_its_groups_and_a_lane_for_each_of_its_rollouts(client: TestClient) -> None:
     batch = client.get("/api/first/batch", params={"step": 1}).json()
-    [lane] = batch["lanes"]
-    assert lane["group_id"] == "sums:0"
-    assert [state for state, _, _ in lane["moves"]] == ["running", "completed", "leased", "trained"]
+    [group] = batch["groups"]
+    assert group["group_id"] == "sums:0"
+    assert [state for state, _, _ in group["moves"]] == ["running", "completed", "leased", "trained"]
+    first, second = batch["lanes"]
+    assert (first["rollout_id"], second["rollout_id"], second["reward"]) == ("sums:0:0", "sums:0:1", 1.0)
+    told = [(what, round(end - begin, 3), version) for what, begin, end, version in first["spans"]]
+    assert told == [
+        ("queue", 0.1, None),
+        ("queue", 0.1, None),
+        ("generate", 0.3, 0),
+        ("tool", 0.2, None),
+        ("judge", 0.1, None),
+        ("siblings", 0.2, None),
+        ("buffer", 1.0, None),
+        ("train", 1.0, None),
+    ]
+    assert [what for what, *_ in second["spans"]][-4:] == ["judge", "siblings", "buffer", "train"]
+
+
+def test_a_run_that_kept_no_times_has_the_moves_of_its_groups_alone(client: TestClient, run_dir: Path) -> None:
+    file = run_dir / "trajectories" / "step-000001.jsonl"
+    file.write_text(re.sub(r',"played":\[.*?\]\]', "", file.read_text()))
+    batch = client.get("/api/first/batch", params={"step": 1}).json()
+    assert len(batch["groups"]) == 1 and batch["lanes"] == []
 
 
 def test_the_timeline_has_the_stages_of_its_steps(client: TestClient) -> None:
     line = client.get("/api/first/timeline").json()
     assert line["steps"] == [1, 2] and {span[1] for span in line["spans"]} == {"step", "produce", "train"}
     assert client.get("/api/first/timeline", params={"last": 1}).json()["steps"] == [1]
+
+
+def test_a_pause_is_a_span_of_its_own_within_the_sync_that_waits_for_it(client: TestClient, run_dir: Path) -> None:
+    tell_of_sync(run_dir, 3)
+    spans = client.get("/api/first/timeline").json()["spans"]
+    assert [span[1:] for span in spans if span[1] in ("sync", "pause")] == [
+        ["sync", 3, 106.0, 110.0],
+        ["pause", None, 107.0, 109.0],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from penstock.engine import EmbeddedEngineConfig
 from penstock.errors import WeightSyncError
 from penstock.learn import LoRAConfig
 from penstock.learn.worker import TorchTrainWorker
-from penstock.models import load_tokenizer, resolve_model
+from penstock.models import load_tokenizer
 from penstock.ports import Engine, WeightChannel
 from penstock.weights.adapter import on_base
 from penstock.weights.disk import DiskChannel
@@ -24,8 +25,8 @@ from penstock.weights.shared_memory import SharedMemoryChannel
 
 
 @pytest.fixture(scope="module")
-def tiny_dir(model_cache: Path) -> Path:
-    return resolve_model("tiny", cache=model_cache)
+def tiny_dir(make_known: Callable[[str], Path]) -> Path:
+    return make_known("tiny")
 
 
 def channel_of(kind: str, worker: TorchTrainWorker, engine: Engine, directory: Path) -> WeightChannel:

@@ -41,6 +41,8 @@ class Limits(NamedTuple):
     """Whether it has processes, files and a network of its own; if not, more system calls are refused."""
     readable: Sequence[str] = ()
     """Without namespaces: the directories it may read, besides its own."""
+    files: bool = True
+    """Whether it may open any. False where neither namespaces nor Landlock tell its files from others'."""
 
 
 def prctl(option: int, *arguments: int) -> int:
@@ -56,7 +58,11 @@ def confine(limits: Limits) -> None:
     signals_are_scoped = False
     if not limits.namespaces:
         signals_are_scoped = landlock(limits.readable, os.getcwd())
-    seccomp(network_too=not limits.namespaces, own_signals_only=not limits.namespaces and not signals_are_scoped)
+    seccomp(
+        network_too=not limits.namespaces,
+        own_signals_only=not limits.namespaces and not signals_are_scoped,
+        files_too=not limits.files,
+    )
     # Its own memory is its own again: what the keeper had is closed or forgotten.
     prctl(PR_SET_DUMPABLE, 1)
 
@@ -96,23 +102,52 @@ _REFUSED = """
     sethostname 170 161        setdomainname 171 162      init_module 175 105        finit_module 313 273
     delete_module 176 106      kexec_load 246 104         kexec_file_load 320 294    acct 163 89
     quotactl 179 60            io_uring_setup 425 425     io_uring_enter 426 426     io_uring_register 427 427
-    pidfd_getfd 438 438        process_madvise 440 440
+    pidfd_getfd 438 438        process_madvise 440 440    shmget 29 194              semget 64 190
+    msgget 68 186              mq_open 240 180            memfd_create 319 279       memfd_secret 447 447
 """
+# Memory that nobody's resident pages show is among them. Below, what reaches others of the same user: their processes,
+# and what Landlock does not watch of their files.
 _REFUSED_WITHOUT_NAMESPACES = """
-    setsid 112 157             setpgid 109 154            pidfd_open 434 434         shmget 29 194
-    semget 64 190              msgget 68 186              mq_open 240 180
+    setsid 112 157             setpgid 109 154            pidfd_open 434 434         setpriority 141 140
+    sched_setaffinity 203 122  sched_setscheduler 144 119 sched_setparam 142 118     sched_setattr 314 274
+    ioprio_set 251 30          migrate_pages 256 238      move_pages 279 239         chmod 90 -1
+    fchmod 91 52               fchmodat 268 53            fchmodat2 452 452          chown 92 -1
+    fchown 93 55               lchown 94 -1               fchownat 260 54            utime 132 -1
+    utimes 235 -1              futimesat 261 -1           utimensat 280 88           setxattr 188 5
+    lsetxattr 189 6            fsetxattr 190 7            setxattrat 463 463         removexattr 197 14
+    lremovexattr 198 15        fremovexattr 199 16        removexattrat 466 466
 """
 _REFUSED_WITHOUT_SCOPE = """
     tkill 200 130              rt_sigqueueinfo 129 138    rt_tgsigqueueinfo 297 240  pidfd_send_signal 424 424
 """
-_NUMBERS = {"socket": (41, 198), "clone": (56, 220), "clone3": (435, 435), "prlimit64": (302, 261)}
+_REFUSED_WITHOUT_FILES = """
+    open 2 -1                  openat 257 56              openat2 437 437            creat 85 -1
+    truncate 76 45             rename 82 -1               renameat 264 38            renameat2 316 276
+    mkdir 83 -1                mkdirat 258 34             rmdir 84 -1                unlink 87 -1
+    unlinkat 263 35            link 86 -1                 linkat 265 37              symlink 88 -1
+    symlinkat 266 36           mknod 133 -1               mknodat 259 33             readlink 89 -1
+    readlinkat 267 78          execve 59 221              execveat 322 281           uselib 134 -1
+"""
+_NUMBERS = {
+    "socket": (41, 198),
+    "socketpair": (53, 199),
+    "clone": (56, 220),
+    "clone3": (435, 435),
+    "prlimit64": (302, 261),
+    "fcntl": (72, 25),
+    "ioctl": (16, 29),
+}
 _SIGNALS = {"kill": (62, 129), "tgkill": (234, 131)}
 _NEW_NAMESPACE = 0x7E020000
 """Flags of `clone` that make namespaces."""
+_DATAGRAMS = 2
+"""The bit of such types of sockets: even one of a pair reaches whoever listens at a path of the machine."""
+_OWNERS = {"fcntl": (8, 10, 15), "ioctl": (0x8901, 0x8902)}
+"""What says to whom a descriptor sends signals, and which."""
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16
+_NUMBER, _ARCH, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
 """Where these stand in what a filter looks at."""
 
 
@@ -121,11 +156,14 @@ def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 
 def _numbers(table: str, column: int) -> list[int]:
+    """Those that this machine has."""
     words = table.split()
-    return [int(number) for number in words[1 + column :: 3]]
+    return [int(number) for number in words[1 + column :: 3] if int(number) >= 0]
 
 
-def seccomp_filter(machine: str, *, network_too: bool, own_signals_only: bool, pid: int) -> bytes:
+def seccomp_filter(
+    machine: str, *, network_too: bool, own_signals_only: bool, files_too: bool = False, pid: int
+) -> bytes:
     """A program for the kernel: allow what is not listed. Another machine's system calls end the process."""
     column = list(_ARCHES).index(machine)
     tables = [_REFUSED]
@@ -133,6 +171,8 @@ def seccomp_filter(machine: str, *, network_too: bool, own_signals_only: bool, p
         tables.append(_REFUSED_WITHOUT_NAMESPACES)
     if own_signals_only:
         tables.append(_REFUSED_WITHOUT_SCOPE)
+    if files_too:
+        tables.append(_REFUSED_WITHOUT_FILES)
     steps = [_step(_LOAD, _ARCH), _step(_EQUAL, _ARCHES[machine], 1), _step(_RETURN, _KILL), _step(_LOAD, _NUMBER)]
     if machine == "x86_64":
         steps += [_step(_AT_LEAST, 0x40000000, 0, 1), _step(_RETURN, _KILL)]  # the calls of x32
@@ -140,16 +180,25 @@ def seccomp_filter(machine: str, *, network_too: bool, own_signals_only: bool, p
         steps += [_step(_EQUAL, number, 0, 1), _step(_RETURN, _ERRNO | EPERM)]
     # Its flags cannot be looked at, so it is not there; the C library goes on with `clone`.
     steps += [_step(_EQUAL, _NUMBERS["clone3"][column], 0, 1), _step(_RETURN, _ERRNO | ENOSYS)]
-    steps += [
-        _step(_EQUAL, _NUMBERS["clone"][column], 0, 4),
-        _step(_LOAD, _FIRST_ARGUMENT),
-        _step(_ANY_BIT, _NEW_NAMESPACE, 0, 1),
-        _step(_RETURN, _ERRNO | EPERM),
-        _step(_RETURN, _ALLOW),
-    ]
+    bits = [(_NUMBERS["clone"][column], _FIRST_ARGUMENT, _NEW_NAMESPACE)]
+    if network_too:
+        bits.append((_NUMBERS["socketpair"][column], _SECOND_ARGUMENT, _DATAGRAMS))
+    for number, argument, refused in bits:
+        steps += [
+            _step(_EQUAL, number, 0, 4),
+            _step(_LOAD, argument),
+            _step(_ANY_BIT, refused, 0, 1),
+            _step(_RETURN, _ERRNO | EPERM),
+            _step(_RETURN, _ALLOW),
+        ]
     only = [(_NUMBERS["socket"][column], -1 if network_too else AF_UNIX), (_NUMBERS["prlimit64"][column], 0)]
     if own_signals_only:
         only += [(number[column], pid) for number in _SIGNALS.values()]
+        for name, refusals in _OWNERS.items():
+            steps += [_step(_EQUAL, _NUMBERS[name][column], 0, 2 * len(refusals) + 2), _step(_LOAD, _SECOND_ARGUMENT)]
+            for refusal in refusals:
+                steps += [_step(_EQUAL, refusal, 0, 1), _step(_RETURN, _ERRNO | EPERM)]
+            steps.append(_step(_RETURN, _ALLOW))
     for number, first_argument in only:
         steps += [
             _step(_EQUAL, number, 0, 4),
@@ -161,12 +210,14 @@ def seccomp_filter(machine: str, *, network_too: bool, own_signals_only: bool, p
     return b"".join([*steps, _step(_RETURN, _ALLOW)])
 
 
-def seccomp(*, network_too: bool, own_signals_only: bool) -> None:
+def seccomp(*, network_too: bool, own_signals_only: bool, files_too: bool) -> None:
     """Raises OSError where the kernel or the machine has no such thing."""
     machine = platform.machine()
     if machine not in _ARCHES or sys.maxsize < 2**32:
         raise OSError(ENOSYS, f"no list of system calls for {machine}")
-    program = seccomp_filter(machine, network_too=network_too, own_signals_only=own_signals_only, pid=os.getpid())
+    program = seccomp_filter(
+        machine, network_too=network_too, own_signals_only=own_signals_only, files_too=files_too, pid=os.getpid()
+    )
     steps = ctypes.create_string_buffer(program, len(program))
 
     class Program(ctypes.Structure):

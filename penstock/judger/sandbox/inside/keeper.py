@@ -26,12 +26,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import guard, guest, tester, wire
+from . import guard, guest, library, tester, wire
 
 MAX_FRAME = 64 << 20
 TICK_S = 0.02
 """How often a run is looked at."""
 MAX_STDERR = 4000
+PAGE = 4096
+MAX_DEPTH = 50
+"""Of directories, where they are those of the machine."""
 PRELOADED = "bisect collections copy functools heapq itertools json math operator random re string typing"
 """What most programs import; children have them at once."""
 
@@ -142,6 +145,8 @@ class Run:
             os.close(one.descriptor)
         if not self.ended and (self._out.over or self._result.over):
             self.ended = "output"
+        if not self.ended and self._wrote_too_much():
+            self.ended = "files"
         if not self.ended and self._status == -signal.SIGXCPU:
             self.ended = "timeout"
         return {
@@ -163,8 +168,15 @@ class Run:
             self.ended = "output"
         elif self._memory() > self._limits.max_memory:
             self.ended = "memory"
-        elif not self._limits.namespaces and _bytes_under(os.getcwd()) > self._limits.max_files_bytes:
+        elif self._wrote_too_much():
             self.ended = "files"
+
+    def _wrote_too_much(self) -> bool:
+        """A file counts as a page at least: many empty ones fill a disk, or the kernel's memory, too."""
+        if not self._limits.namespaces:
+            return _bytes_under(os.getcwd(), self._limits.max_files_bytes) > self._limits.max_files_bytes
+        system = os.statvfs("/tmp")
+        return (system.f_files - system.f_ffree) * PAGE > self._limits.max_files_bytes
 
     def _reap(self, option: int) -> bool:
         """Bury the dead, those too whose parent died first; False when there is nobody left."""
@@ -227,14 +239,23 @@ def _as_file(content: bytes) -> int:
     return descriptor
 
 
-def _bytes_under(directory: str) -> int:
-    total = 0
-    for parent, _, files in os.walk(directory):
-        for name in files:
-            try:
-                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
-            except OSError:
-                continue
+def _bytes_under(directory: str, enough: int) -> int:
+    """Looks no further once it is more than `enough`, which a tree is that is too deep to be looked through."""
+    total, found = 0, [(directory, 0)]
+    while found:
+        parent, depth = found.pop()
+        try:
+            with os.scandir(parent) as entries:
+                for entry in entries:
+                    total += max(PAGE, entry.stat(follow_symlinks=False).st_blocks * 512)
+                    if entry.is_dir(follow_symlinks=False):
+                        found.append((entry.path, depth + 1))
+        except FileNotFoundError:  # removed meanwhile
+            continue
+        except OSError:
+            return enough + 1
+        if total > enough or depth > MAX_DEPTH:
+            return enough + 1
     return total
 
 
@@ -288,8 +309,8 @@ def work(channel: Channel, job: dict[str, Any], descriptors: list[int]) -> None:
         channel.send({"run": number, **run.wait(channel.socket)})
 
 
-def main(descriptor: int) -> None:
-    """Never returns. Ends when the outside is gone."""
+def main(descriptor: int, archive: str = "") -> None:
+    """Never returns. Ends when the outside is gone. `archive` has the modules for code that may open no file."""
     # The first process of a namespace gets no signal from inside that it has no handler for.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.clear()
@@ -297,6 +318,8 @@ def main(descriptor: int) -> None:
     guard.prctl(guard.PR_SET_CHILD_SUBREAPER, 1)
     for name in PRELOADED.split():
         __import__(name)
+    if archive:
+        library.use(archive)
     gc.collect()
     gc.freeze()
     channel = Channel(descriptor)

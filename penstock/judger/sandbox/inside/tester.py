@@ -5,6 +5,7 @@ over and brings a value back, as plain data. So the right answers, which stand i
 is; and what the code sends back is compared here, by `==` of plain data that no code of its own can bend.
 
     remote == plain data      never: an object that claims to equal everything equals nothing
+    remote - plain data       is an object again, or nobody believes it: in `abs(f(x) - 5) < 1e-6` it would say 0
     x in remote               its elements come here one by one, and are compared here
     builtins, modules, names that the tests define or import     are never remote
 """
@@ -116,6 +117,8 @@ class Remote:
     def __init__(self, peer: Peer, handle: int) -> None:
         object.__setattr__(self, "_peer", peer)
         object.__setattr__(self, "_handle", handle)
+        object.__setattr__(self, "_was_told", False)
+        """Whether it was reckoned from plain data of the tests, which may be the right answer."""
 
     def __getattr__(self, name: str) -> Any:
         return _do("getattr", self, name)
@@ -151,6 +154,8 @@ class Remote:
         return int(_do("len", self))
 
     def __bool__(self) -> bool:
+        if _was_told(self):
+            raise Disbelieved("whether it is true")
         return bool(_do("bool", self))
 
     def __str__(self) -> str:
@@ -173,15 +178,51 @@ def _do(what: str, *arguments: Any, **keywords: Any) -> Any:
     return object.__getattribute__(remote, "_peer").do(what, *arguments, **keywords)
 
 
-def _delegated(what: str, reverse: bool = False) -> Callable[..., Any]:
+def _was_told(value: Any) -> bool:
+    return isinstance(value, Remote) and bool(object.__getattribute__(value, "_was_told"))
+
+
+class Disbelieved(TypeError):
+    """Plain data that the code made of plain data of the tests."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"an object of the code says {what}, after it was told what the tests compare it with")
+
+
+def _delegated(what: str) -> Callable[..., Any]:
     def method(self: Remote, *rest: Any) -> Any:
-        return _do(what, *((*rest, self) if reverse else (self, *rest)))
+        return _do(what, self, *rest)
 
     return method
 
 
-for _name in ["getitem", "setitem", "delitem", "neg", "pos", "abs", "invert"]:
+def _reckoned(what: str, reverse: bool = False) -> Callable[..., Any]:
+    def method(self: Remote, *rest: Any) -> Any:
+        value = _do(what, *((*rest, self) if reverse else (self, *rest)))
+        if _was_told(self) or any(_was_told(one) or not isinstance(one, Remote) for one in rest):
+            if not isinstance(value, Remote):
+                raise Disbelieved(f"what {what} comes to")
+            object.__setattr__(value, "_was_told", True)
+        return value
+
+    return method
+
+
+def _ordered(what: str) -> Callable[..., Any]:
+    """Among objects of the code; what it says of plain data is nobody's business."""
+
+    def method(self: Remote, other: Any) -> Any:
+        return _do(what, self, other) if isinstance(other, Remote) else NotImplemented
+
+    return method
+
+
+for _name in ["getitem", "setitem", "delitem"]:
     setattr(Remote, f"__{_name}__", _delegated(_name))
+for _name in ["neg", "pos", "abs", "invert"]:
+    setattr(Remote, f"__{_name}__", _reckoned(_name))
+for _name in ["lt", "le", "gt", "ge"]:
+    setattr(Remote, f"__{_name}__", _ordered(_name))
 for _name in [
     "add",
     "sub",
@@ -199,8 +240,8 @@ for _name in [
 ]:
     # The functions of `operator` for the last ones have an underscore: `and_`.
     _there = f"{_name}_" if _name in ("and", "or") else _name
-    setattr(Remote, f"__{_name}__", _delegated(_there))
-    setattr(Remote, f"__r{_name}__", _delegated(_there, reverse=True))
+    setattr(Remote, f"__{_name}__", _reckoned(_there))
+    setattr(Remote, f"__r{_name}__", _reckoned(_there, reverse=True))
 
 
 class _Answer(type(sys)):  # type: ignore[misc]

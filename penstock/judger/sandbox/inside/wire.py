@@ -1,4 +1,5 @@
-"""Plain data as JSON: also tuples, sets, bytes and dicts with any keys. What is no plain data becomes a handle.
+"""Plain data as JSON: also fractions, decimals, tuples, sets, bytes and dicts with any keys. What is no plain data
+becomes a handle.
 
 The other side may send anything. Decoding makes nothing but plain data of it, or raises ValueError.
 """
@@ -6,6 +7,7 @@ The other side may send anything. Decoding makes nothing but plain data of it, o
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +42,10 @@ def _pack(value: Any, refer: Callable[[Any], Any], depth: int) -> Any:
         return float(value)
     if isinstance(value, complex):
         return {"c": [value.real, value.imag]}
+    if _is(value, "fractions", "Fraction"):
+        return {"q": [format(value.numerator, "x"), format(value.denominator, "x")]}
+    if _is(value, "decimal", "Decimal"):
+        return {"m": str(value)}
     if isinstance(value, bytes | bytearray):
         return {"b": bytes(value).hex()}
     if isinstance(value, dict):
@@ -48,6 +54,11 @@ def _pack(value: Any, refer: Callable[[Any], Any], depth: int) -> Any:
         if isinstance(value, kind):
             return {tag: [_pack(item, refer, depth + 1) for item in value]}
     return {"h": refer(value)}
+
+
+def _is(value: Any, module: str, name: str) -> bool:
+    """Of a module that nobody who has no such value needs to load."""
+    return module in sys.modules and isinstance(value, getattr(sys.modules[module], name, ()))
 
 
 def no_handle(handle: Any) -> Any:
@@ -67,6 +78,8 @@ def unpack(said: Any, find: Callable[[Any], Any] = no_handle) -> Any:
         return bytes.fromhex(held)
     if tag == "i" and isinstance(held, str):
         return int(held, 16)
+    if tag == "m" and isinstance(held, str):
+        return _decimal(held)
     if not isinstance(held, list):
         raise ValueError("no plain data")
     try:
@@ -77,9 +90,23 @@ def unpack(said: Any, find: Callable[[Any], Any] = no_handle) -> Any:
         if tag == "c":
             real, imaginary = held
             return complex(float(real), float(imaginary))
-    except TypeError as error:
+        if tag == "q":
+            from fractions import Fraction
+
+            numerator, denominator = held
+            return Fraction(int(numerator, 16), int(denominator, 16))
+    except (TypeError, ZeroDivisionError) as error:
         raise ValueError(f"no plain data: {error}") from None
     raise ValueError("no plain data")
+
+
+def _decimal(said: str) -> Any:
+    from decimal import Decimal
+
+    try:
+        return Decimal(said)
+    except ArithmeticError:
+        raise ValueError("no plain data") from None
 
 
 def dumps(message: Any) -> bytes:

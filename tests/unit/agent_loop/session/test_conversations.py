@@ -449,6 +449,49 @@ def test_turns_tokens_and_the_context_are_limited_per_session() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize(("limit", "lengths"), [(12, [8, 4]), (16, [8, 8]), (20, [8, 8, 4]), (9, [8, 1]), (8, [8])])
+def test_answers_that_are_made_at_once_share_what_the_session_may_write(limit: int, lengths: list[int]) -> None:
+    async def main() -> None:
+        words = "one two three four five six seven eight nine ten"
+        talk = Talk(*[words] * 4, params=SampleParams(max_tokens=8), rules=SessionRules(max_tokens=limit))
+        replies = [talk.ask(user(name)) for name in ("a", "b", "c", "d")]
+        for reply in replies:
+            await reply.changed.wait_until(lambda reply=reply: reply.is_over)  # type: ignore[misc]
+        made = [reply.result().completion_tokens for reply in replies if not reply.failed]
+        assert made == lengths
+        for reply in replies[len(lengths) :]:
+            with pytest.raises(Refused, match="0 tokens are left") as refused:
+                reply.result()
+            assert (refused.value.status, refused.value.code) == (400, "session_limit")
+        assert talk.session.cut and not talk.session.fatal.done()
+        rollout = await talk.over()
+        assert sum(turn.num_tokens for turn in rollout.turns if turn.kind == "generate") == limit
+
+    run_virtual(main())
+
+
+def test_an_answer_waits_for_one_that_may_write_all_the_rest_and_seldom_does() -> None:
+    async def main() -> None:
+        talk = Talk("one", "two", params=SampleParams(max_tokens=100), rules=SessionRules(max_tokens=100))
+        replies = [talk.ask(user("a")), talk.ask(user("b"))]
+        answers = [await receive(reply) for reply in replies]
+        assert [answer.content for answer in answers] == ["one", "two"]
+        assert not any(answer.cut for answer in answers) and not talk.session.cut
+
+    run_virtual(main())
+
+
+def test_what_a_session_keeps_of_a_request_has_not_its_conversation() -> None:
+    async def main() -> None:
+        talk = Talk("one", "two")
+        reply = talk.ask(user("hello"), tools=[TOOL])
+        assert (reply.asking.messages, reply.asking.tools, reply.asking.model) == ((), (), "m")
+        assert talk.ask(user("hello"), tools=[TOOL], retried=True) is reply
+        await receive(reply)
+
+    run_virtual(main())
+
+
 # Played again.
 
 

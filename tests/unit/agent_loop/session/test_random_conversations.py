@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from chat_families import FAMILIES, tokenizer_of
@@ -19,9 +20,9 @@ PER_FAMILY = 64
 @pytest.mark.sized
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recorded_ids_are_those_that_the_engine_saw_and_each_answer_is_trained_once(
-    family: str, full_size: bool
+    family: str, size: Callable[[int, int, int], int]
 ) -> None:
-    for seed in range(PER_FAMILY if full_size else PER_FAMILY // 5):
+    for seed in range(size(PER_FAMILY // 5, PER_FAMILY, PER_FAMILY)):
         talk, client = conversed(family, seed, steps=6)
         talk.require_exact()
         masks = trained(talk.rollout)
@@ -54,9 +55,11 @@ def test_what_the_model_sees_is_what_its_template_writes(family: str) -> None:
 
 
 @pytest.mark.sized
-def test_two_hundred_branching_sessions_train_every_sampled_token_exactly_once(full_size: bool) -> None:
+def test_two_hundred_branching_sessions_train_every_sampled_token_exactly_once(
+    size: Callable[[int, int, int], int],
+) -> None:
     sampled = counted = 0
-    for seed in range(200 if full_size else 30):
+    for seed in range(size(30, 200, 200)):
         talk, _ = conversed("qwen2.5", seed, steps=5)
         sampled += sum(len(completion.ids) // 4 for _, completion in talk.engine.asked)
         masks = trained(talk.rollout)

@@ -1,4 +1,7 @@
-"""What wants a person's attention, in words: what is wrong first, what could be tuned after it. Pure."""
+"""What wants a person's attention, in words: what is wrong first, what could be tuned after it. Pure.
+
+The page and the terminal say the same: both ask here.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.view.history import History, Point
+from penstock.trainer.history import History, Point
 
 RECENT = 5
 """Steps that an alarm about shares looks at."""
@@ -19,8 +22,12 @@ MAX_ABORTED, ABORTED_OF = 0.05, 100
 MAX_EQUAL_GROUPS = 0.5
 MAX_TRUNCATED = 0.25
 MAX_WAIT = 0.3
+MAX_TOO_STALE = 0.1
+"""Of the groups that ended: the bound throws them away."""
 MAX_MISMATCH_KL = 0.01
 """k3, mean over tokens. What is usual between an engine and a trainer of one precision is below a tenth of it."""
+
+EXPIRED = "/discarded/expired"
 
 Level = Literal["alarm", "tip"]
 
@@ -32,17 +39,14 @@ class Finding(msgspec.Struct, frozen=True):
 
 def findings(history: History, states: Mapping[str, int], now: float) -> list[Finding]:
     """Alarms before tips. `now` is in seconds since the run began, `states` counts groups."""
-    found = [Finding("alarm", text) for text in (*_slow_stages(history, now), *_broken(history, states))]
-    return found + [Finding("tip", text) for text in _tips(history.steps[-RECENT:])]
+    recent = history.steps[-RECENT:]
+    wrong = (*_slow_stages(history, now), *_broken(history, states), *_too_stale(recent))
+    return [Finding("alarm", text) for text in wrong] + [Finding("tip", text) for text in _tips(recent)]
 
 
 def _slow_stages(history: History, now: float) -> Iterator[str]:
     for span in history.open_spans:
-        took = [
-            other.end - other.begin
-            for other in history.spans
-            if other.end is not None and other.stage == span.stage and other.lane == span.lane
-        ]
+        took = history.took(span.lane, span.stage)
         if len(took) < CLOSED_BEFORE:
             continue
         usual = statistics.median(took)
@@ -70,6 +74,21 @@ def _broken(history: History, states: Mapping[str, int]) -> Iterator[str]:
             f"engine and trainer disagree about the answers: mismatch KL is {kl:.2g} (usual: below "
             f"{MAX_MISMATCH_KL / 10:g}); look at dtypes, temperature and staleness"
         )
+
+
+def _too_stale(recent: list[Point]) -> Iterator[str]:
+    """What the bound of the staleness throws away."""
+    lost = sum(value for point in recent for name, value in point.metrics.items() if name.endswith(EXPIRED))
+    ended = lost + sum(point.metrics.get("produce/groups", 0.0) for point in recent)
+    if ended and lost > MAX_TOO_STALE * ended:
+        share = f"{100 * lost / ended:.0f} %"
+        moves = "sync more often, draw fewer ahead, or raise max_staleness"
+        yield f"{share} of the groups became too stale to be trained: {moves}"
+    masked = sum(point.metrics.get("staleness/masked_tokens", 0.0) for point in recent)
+    trained = sum(point.metrics.get("train/tokens", 0.0) for point in recent)
+    if masked > MAX_TOO_STALE * (masked + trained):
+        share = f"{100 * masked / (masked + trained):.0f} %"
+        yield f"{share} of the tokens in the batches are too stale to be trained: sync more often"
 
 
 def _tips(recent: list[Point]) -> Iterator[str]:

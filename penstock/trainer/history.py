@@ -1,22 +1,31 @@
-"""What happened in a run: `events.jsonl`, folded line by line as it grows."""
+"""What happened in a run, folded event by event: as it is told, or from `events.jsonl` as that grows.
+
+History       what the terminal's picture and the page show, and `alarms.py` looks at
+HistoryFile   the same, of a run directory
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from penstock.events import UNENDED_STAGES
+from penstock.events import UNENDED_STAGES, ArithmeticChosen, Event
 from penstock.trainer.observers import EVENTS_FILE
 
 MAX_SPANS = 20_000
 """Stages that are kept, the newest; a Gantt of more cannot be read."""
+MAX_TOOK = 50
+"""What the last of each stage took: what is usual."""
+MAX_AWAY = 500
 MAX_TOLD = 200
 """Warnings and notes that are kept."""
 _AT_ONCE = 1 << 24
+_LOAD = {"running": 0, "waiting": 0, "busy": 0.0, "tokens_per_s": 0.0, "cache_use": 0.0}
+"""What an event leaves out when it is so."""
 
 
 class Span(msgspec.Struct, array_like=True):
@@ -35,6 +44,8 @@ class Point(msgspec.Struct, frozen=True):
 
     step: int
     at: float
+    time: float
+    """The wall clock's."""
     metrics: dict[str, float]
 
 
@@ -44,19 +55,33 @@ class Told(msgspec.Struct, frozen=True):
     text: str
 
 
-class EngineSeen(msgspec.Struct, frozen=True):
+class Load(msgspec.Struct, frozen=True):
+    """Of one engine, when it was last looked at."""
+
+    at: float
+    model_step: int
+    running: int
+    waiting: int
+    busy: float
+    tokens_per_s: float
+    cache_use: float
+
+
+class EngineStands(msgspec.Struct, frozen=True):
     state: str
     since: float
     reason: str
     times_fenced: int = 0
+    load: Load | None = None
 
 
 class History:
-    """`read` goes on where it stopped. Lines that a kill tore, and kinds it does not know, are passed over."""
+    """Kinds of events that it does not know are passed over."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / EVENTS_FILE
+    def __init__(self) -> None:
         self.began: dict[str, Any] = {}
+        self.arithmetic: ArithmeticChosen | None = None
+        """Of the process that is at work, or was last."""
         self.ended: dict[str, Any] | None = None
         """The last `run_ended`, until the run begins again."""
         self.last_time = 0.0
@@ -65,31 +90,26 @@ class History:
         self.evaluations: list[Point] = []
         self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self.told: deque[Told] = deque(maxlen=MAX_TOLD)
-        self.engines: dict[str, EngineSeen] = {}
+        self.engines: dict[str, EngineStands] = {}
+        self.away: deque[Span] = deque(maxlen=MAX_AWAY)
+        """When engines did not serve, and what they did instead."""
         self.published = 0
         self.restarts = 0
         self._open: dict[tuple[str, str], Span] = {}
-        self._offset = 0
-        self._rest = b""
+        self._away: dict[str, Span] = {}
+        self._took: defaultdict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=MAX_TOOK))
 
     @property
     def open_spans(self) -> list[Span]:
         return [] if self.ended is not None else list(self._open.values())
 
-    def read(self) -> None:
-        """Fold what was appended since. Raises OSError when the file is there and cannot be read."""
-        try:
-            file = self.path.open("rb")
-        except FileNotFoundError:
-            return
-        with file:
-            file.seek(self._offset)
-            while piece := file.read(_AT_ONCE):
-                self._offset += len(piece)
-                *lines, self._rest = (self._rest + piece).split(b"\n")
-                for line in lines:
-                    with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError):
-                        self._fold(msgspec.json.decode(line))
+    def took(self, lane: str, stage: str) -> list[float]:
+        """The seconds of the last stages of this name that ended."""
+        return list(self._took.get((lane, stage), ()))
+
+    def notice(self, event: Event, *, at: float) -> None:
+        """An event as it is told, so many seconds after the run began."""
+        self._fold({"time": 0.0, "at": at, **msgspec.to_builtins(event)})
 
     def _fold(self, event: dict[str, Any]) -> None:
         kind, at = event["kind"], float(event["at"])
@@ -100,9 +120,10 @@ class History:
 
     def _close_all(self, at: float) -> None:
         """What a process that is gone, or a load that is over, left open."""
-        for span in self._open.values():
+        for span in (*self._open.values(), *self._away.values()):
             span.end = at
         self._open.clear()
+        self._away.clear()
 
     # One for each kind of event that the page shows.
 
@@ -117,6 +138,9 @@ class History:
             self.restarts += 1
             self.steps = [point for point in self.steps if point.step <= resumed]
             self.evaluations = [point for point in self.evaluations if point.step <= resumed]
+
+    def _arithmetic_chosen(self, event: dict[str, Any], at: float) -> None:
+        self.arithmetic = msgspec.convert(event, ArithmeticChosen)
 
     def _run_ended(self, event: dict[str, Any], at: float) -> None:
         self.ended = event
@@ -135,21 +159,26 @@ class History:
         span = self._open.pop((event.get("lane", "trainer"), event["stage"]), None)
         if span is not None:
             span.end = at
+            self._took[span.lane, span.stage].append(at - span.begin)
 
     def _step_trained(self, event: dict[str, Any], at: float) -> None:
         step = int(event["train_step"])
         while self.steps and self.steps[-1].step >= step:
             self.steps.pop()
-        self.steps.append(Point(step, at, _figures(event)))
+        self.steps.append(Point(step, at, float(event["time"]), _figures(event)))
 
     def _evaluation_done(self, event: dict[str, Any], at: float) -> None:
         step = int(event["model_step"])
         self.evaluations = [point for point in self.evaluations if point.step != step]
-        self.evaluations.append(Point(step, at, _figures(event)))
+        self.evaluations.append(Point(step, at, float(event["time"]), _figures(event)))
         self.evaluations.sort(key=lambda point: point.step)
 
     def _weights_published(self, event: dict[str, Any], at: float) -> None:
         self.published = int(event["model_step"])
+        for name, stands in self.engines.items():
+            if stands.load is not None:  # one with other weights would not serve
+                load = msgspec.structs.replace(stands.load, model_step=self.published)
+                self.engines[name] = msgspec.structs.replace(stands, load=load)
 
     def _engine_changed(self, event: dict[str, Any], at: float) -> None:
         before, state, reason = self.engines.get(event["engine"]), event["state"], event.get("reason", "")
@@ -157,7 +186,18 @@ class History:
             # As every engine is when its run ends.
             state = "closed"
         fenced = (before.times_fenced if before else 0) + (state == "fenced")
-        self.engines[event["engine"]] = EngineSeen(state, at, reason, fenced)
+        load = before.load if before is not None and state == "active" else None
+        if (over := self._away.pop(event["engine"], None)) is not None:
+            over.end = at
+        if state not in ("active", "closed"):
+            self._away[event["engine"]] = span = Span(event["engine"], state, None, at, None)
+            self.away.append(span)
+        self.engines[event["engine"]] = EngineStands(state, at, reason, fenced, load)
+
+    def _engine_seen(self, event: dict[str, Any], at: float) -> None:
+        before = self.engines.get(event["engine"]) or EngineStands("active", at, "")
+        load = msgspec.convert({"at": at} | _LOAD | event, Load)
+        self.engines[event["engine"]] = msgspec.structs.replace(before, load=load)
 
     def _warned(self, event: dict[str, Any], at: float) -> None:
         self.told.append(Told(float(event["time"]), event["kind"], event["text"]))
@@ -167,6 +207,31 @@ class History:
     def _step_given_back(self, event: dict[str, Any], at: float) -> None:
         text = f"train step {event['train_step']} was refused: {event['reason']}"
         self.told.append(Told(float(event["time"]), "warned", text))
+
+
+class HistoryFile(History):
+    """`read` goes on where it stopped. Lines that a kill tore are passed over."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__()
+        self.path = run_dir / EVENTS_FILE
+        self._offset = 0
+        self._rest = b""
+
+    def read(self) -> None:
+        """Fold what was appended since. Raises OSError when the file is there and cannot be read."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            file.seek(self._offset)
+            while piece := file.read(_AT_ONCE):
+                self._offset += len(piece)
+                *lines, self._rest = (self._rest + piece).split(b"\n")
+                for line in lines:
+                    with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError, KeyError, TypeError):
+                        self._fold(msgspec.json.decode(line))
 
 
 def _figures(event: dict[str, Any]) -> dict[str, float]:

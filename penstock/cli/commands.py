@@ -18,7 +18,7 @@ COMMANDS = (train, eval_command, judge, serve, runs, view, plot, ledger, engines
 """In the order in which `penstock --help` lists them."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     open_missing_descriptors()
     replace_missing_letters()

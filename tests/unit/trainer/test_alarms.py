@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 from view_runs import step_events, tell
 
-from penstock.events import EngineChanged, RunBegan, StageBegan
-from penstock.view.alarms import findings
-from penstock.view.history import History, Span
+from penstock.events import EngineChanged, RunBegan, StageBegan, StageEnded
+from penstock.trainer.alarms import findings
+from penstock.trainer.history import History, HistoryFile
 
 
 def found(tmp_path: Path, *events: Any, states: dict[str, int] | None = None, now: float = 1.0) -> list[str]:
+    tmp_path.mkdir(exist_ok=True)
     tell(tmp_path, RunBegan(run_name="r", model="tiny", total_steps=9), *events)
-    history = History(tmp_path)
+    history = HistoryFile(tmp_path)
     history.read()
     return [f"{one.level}: {one.text}" for one in findings(history, states or {}, now)]
 
@@ -54,14 +55,34 @@ def test_an_engine_that_is_away_is_an_alarm(tmp_path: Path) -> None:
     assert text == "alarm: engine engine-1 is fenced: it died"
 
 
-def test_a_stage_that_takes_far_longer_than_three_before_it_is_an_alarm(tmp_path: Path) -> None:
-    tell(tmp_path, RunBegan(run_name="r", model="tiny", total_steps=9), StageBegan(stage="train", train_step=4))
-    history = History(tmp_path)
-    history.read()
-    [open_] = history.open_spans
-    history.spans.extend(Span("trainer", "train", step, 0.0, 2.0) for step in (1, 2))
-    assert findings(history, {}, open_.begin + 100) == []
-    history.spans.append(Span("trainer", "train", 3, 0.0, 2.0))
-    assert findings(history, {}, open_.begin + 11) == []
-    [one] = findings(history, {}, open_.begin + 13)
+def test_a_stage_that_takes_far_longer_than_three_before_it_is_an_alarm() -> None:
+    history = History()
+    history.notice(RunBegan(run_name="r", model="tiny", total_steps=9), at=0.0)
+
+    def train(step: int, begin: float) -> None:
+        history.notice(StageBegan(stage="train", train_step=step), at=begin)
+
+    def trained(step: int, end: float) -> None:
+        history.notice(StageEnded(stage="train", train_step=step, seconds=2.0), at=end)
+
+    for step in (1, 2):
+        train(step, 10.0 * step)
+        trained(step, 10.0 * step + 2)
+    train(3, 30.0)
+    assert findings(history, {}, 130.0) == []
+    trained(3, 32.0)
+    train(4, 40.0)
+    assert findings(history, {}, 51.0) == []
+    [one] = findings(history, {}, 53.0)
     assert one.text == "train has taken 13 s; it usually takes 2.0 s"
+
+
+def test_groups_that_the_staleness_bound_throws_away_are_an_alarm(tmp_path: Path) -> None:
+    few = {"produce/groups": 90.0, "produce/sums/discarded/expired": 10.0}
+    assert found(tmp_path / "few", *steps(**few)) == []
+    many = {"produce/groups": 80.0, "produce/sums/discarded/expired": 20.0}
+    [text] = found(tmp_path / "many", *steps(**many))
+    assert text.startswith("alarm: 20 % of the groups became too stale to be trained")
+    masked = {"train/tokens": 60.0, "staleness/masked_tokens": 40.0}
+    [text] = found(tmp_path / "masked", *steps(**masked))
+    assert text.startswith("alarm: 40 % of the tokens in the batches are too stale")

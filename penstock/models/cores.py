@@ -1,0 +1,142 @@
+"""How many threads to compute with beside others: as many as the machine has cores for, now.
+
+A decode step is made of hundreds of small operations, and the threads of each wait for the last of them. Where another
+process takes one of the cores, that one is asleep most of the time and the rest waits for it: a fifth of the speed,
+where one thread less would have kept most of it. So the number follows what the machine gives: what the other
+processes use of the cores, what its host steals, whether something waits for a core, and in the end the time of a
+step with the new number against the old.
+
+The same rule divides the cores between an engine and a trainer that work at once. Each has its share for certain and
+takes what the other leaves idle: a trainer that waits lends its cores, and has them back when it goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+WINDOW_S = 0.3
+"""From one look at the machine to the next, at least: it counts in hundredths of a second."""
+STEPS = 3
+"""That are timed with a new number before it is judged."""
+WORSE = 1.1
+"""How much longer a step must take for a new number to be taken back."""
+WAITS = 0.3
+"""Share of the time in which something waited for a core: then one thread less is tried, and timed."""
+HOLD_S, LONGEST_HOLD_S = 5.0, 80.0
+"""How long a number stays that was gone back to; twice as long every time."""
+
+
+class Reading(NamedTuple):
+    """Seconds, all of them since some beginning."""
+
+    at: float
+    busy: float
+    """In which the cores that may be used were not idle, added up; stolen time too."""
+    own: float
+    """Processor time of this process."""
+    waited: float = 0.0
+    """In which something that could run waited for a core."""
+
+
+class ThreadCount:
+    """`count`, between `least` and `most`, follows what it is told. Asks nobody, so it can be tried on a recording."""
+
+    def __init__(self, most: int, least: int = 1, *, cores: int | None = None) -> None:
+        self.most, self.least = most, min(least, most)
+        self.count = most
+        self._cores = cores or available_cores()
+        self._last: Reading | None = None
+        self._times: list[float] = []
+        """Of the steps since the last look, or with the number that is being tried; all with about as many rows."""
+        self._rows = 0
+        self._wish = most
+        """What the last look asked for."""
+        self._before: tuple[int, float] | None = None
+        """While a number is tried: the one that was left, and how long a step took with it."""
+        self._hold_until, self._hold_s = 0.0, HOLD_S
+
+    @property
+    def fixed(self) -> bool:
+        return self.least == self.most
+
+    @property
+    def trying(self) -> bool:
+        """Whether a new number is being timed."""
+        return self._before is not None
+
+    def read(self, now: Reading) -> None:
+        """What the machine did since the last time."""
+        last = self._last
+        if last is not None and now.at - last.at < WINDOW_S:
+            return
+        self._last = now
+        if self.trying:
+            return
+        times, self._times = self._times, []
+        if last is None or self.fixed or now.at < self._hold_until:
+            return
+        passed = now.at - last.at
+        others = max(0.0, (now.busy - last.busy - (now.own - last.own)) / passed)
+        wish = min(self.most, max(self.least, math.floor(self._cores - others + 0.5)))
+        if self._rows and wish == self.count and (now.waited - last.waited) / passed > WAITS:
+            wish = max(self.least, self.count - 1)
+        asked_before, self._wish = self._wish, wish
+        if wish == self.count or (self._rows and (wish != asked_before or not times)):
+            # Of one that is timed the steps since the last look must all be of the machine as it is now.
+            return
+        self._before = (self.count, statistics.median(times)) if times else None
+        self.count = wish
+
+    def took(self, seconds: float, rows: int) -> None:
+        """One step with the present number. Whoever never tells has every number that `read` finds at once."""
+        if not 0.8 * self._rows <= rows <= 1.25 * self._rows:
+            # Another amount of work: nothing to compare with.
+            self._rows, self._before, self._times = rows, None, []
+        self._times.append(seconds)
+        if self._before is None or len(self._times) < STEPS:
+            return
+        (left, then), self._before = self._before, None
+        usual, self._times = statistics.median(self._times), []
+        if usual <= WORSE * then:
+            self._hold_s = HOLD_S
+        else:
+            self.count = left
+            self._hold_until = (self._last.at if self._last is not None else 0.0) + self._hold_s
+            self._hold_s = min(LONGEST_HOLD_S, 2 * self._hold_s)
+
+
+def available_cores() -> int:
+    return len(_allowed()) or os.cpu_count() or 1
+
+
+def read_machine(stat: Path = Path("/proc/stat"), pressure: Path = Path("/proc/pressure/cpu")) -> Reading | None:
+    """Now; None where the kernel does not tell."""
+    try:
+        lines = stat.read_text().splitlines()
+        ticks = os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, AttributeError):
+        return None
+    names = {f"cpu{core}" for core in _allowed()}
+    busy = 0
+    for name, *numbers in (line.split() for line in lines if line.startswith("cpu")):
+        if name in names:
+            user, nice, system, _idle, _waits_for_disk, irq, softirq, steal, *_ = [*map(int, numbers), *[0] * 8]
+            busy += user + nice + system + irq + softirq + steal
+    return Reading(time.monotonic(), busy / ticks, time.process_time(), _waited(pressure))
+
+
+def _waited(pressure: Path) -> float:
+    """`some avg10=0.00 avg60=0.00 avg300=0.00 total=12345`, in microseconds."""
+    try:
+        return int(pressure.read_text().splitlines()[0].rpartition("=")[2]) / 1e6
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def _allowed() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
