@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster.conftest import NODE, leftovers
-from cluster.test_engine_runs import CAME_BACK, by_node, of, story, two_workers
+from cluster.test_engine_runs import by_node, require_came_back, story, two_workers
 from cluster.test_rank_runs import finished, rewards
 from cluster.test_runs import require_whole, settings, start, wait_for_steps, weights
 
@@ -103,8 +103,7 @@ def test_a_node_with_a_rank_and_all_engines_is_lost_and_comes_back_and_nothing_e
     words = story(run)
     assert sorted(word.removesuffix(" lost") for word in words if word.endswith(" lost")) == sorted(lost)
     assert sorted(word.removesuffix(" recovered") for word in words if word.endswith(" recovered")) == sorted(lost)
-    again = ["active"] if "rollout-controller" in lost else []
-    assert sorted(of(words, "engine-0")[1:]) == sorted([*CAME_BACK, *again])
+    require_came_back(words, "engine-0", lost)
     assert story(undisturbed) == ["engine-0 active"]
     assert leftovers(cluster) == []
 
