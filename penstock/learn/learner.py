@@ -321,6 +321,9 @@ class Learner:
                 computed, part = self._accumulate(micro_batch, weights, old, batch.train_step, step, rounds)
                 seen.add(micro_batch, computed)
                 loss += part
+        if len(apart) == len(num_trained):
+            # An optimiser makes a step along a gradient of 0 too.
+            self._gradients.zero(self._parameters.values())
         with step.timed("exchange"):
             loss = self._peers.total(loss)
             if not self._sharded:
@@ -376,8 +379,7 @@ class Learner:
     def _without_gradient(self, batch: TrainBatch) -> set[int]:
         """The answers of groups in which every advantage is 0: they go through the model for their logprobs alone.
 
-        None where that is no reason to have no gradient, where ranks make every pass together, and where it would be
-        all of them: an optimiser makes a step along a gradient of 0 too.
+        None where that is no reason to have no gradient, and where ranks make every pass together.
         """
         if self._sharded or not self._objective.follows_advantage:
             return set()
@@ -388,7 +390,7 @@ class Learner:
             if not any((segment.advantages * segment.mask).any() for segment in segments):
                 found |= set(range(first, first + len(group.answers)))
             first += len(group.answers)
-        return found if len(found) < first else set()
+        return found
 
     def _deal(self, batch: TrainBatch, *, every_token: bool = False) -> LongArray:
         """The answers that this rank computes."""

@@ -56,6 +56,11 @@ class Gradients:
         for parameter in parameters:
             parameter.grad = None
 
+    def zero(self, parameters: Iterable[Tensor]) -> None:
+        """The gradient of a loss that no weight changes."""
+        for parameter in parameters:
+            parameter.grad = self._memory(parameter).zero_()
+
     def _memory(self, parameter: Tensor) -> Tensor:
         if parameter not in self._kept:
             self._kept[parameter] = torch.empty_like(parameter, requires_grad=False)

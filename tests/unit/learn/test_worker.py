@@ -517,6 +517,22 @@ def test_norms_and_biases_do_not_decay(tiny_model: Callable[..., Any], batch: Tr
     assert unchanged == {name for name in before if "norm" in name or name.endswith("bias")}
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_in_which_every_group_is_equally_good_follows_the_momentum_without_a_backward_pass(
+    model_dir: Path, batch: TrainBatch, fused: bool
+) -> None:
+    worker = _worker(model_dir, fused=fused)
+    _train(worker, batch)
+    before, first = _weights(worker), _state(worker)
+    metrics = _train(worker, _with_advantage(batch, 0.0))
+    assert "seconds/backward" not in metrics and metrics["grad_norm"] == 0.0
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in _weights(worker).items())
+    momenta = {name: tensor for name, tensor in _state(worker).items() if name.startswith("exp_avg.")}
+    assert momenta
+    for name, momentum in momenta.items():
+        torch.testing.assert_close(momentum, 0.9 * first[name])
+
+
 @pytest.mark.parametrize("share_prompts", [True, False])
 def test_the_padding_token_is_trained_as_any_other_on_both_paths(
     batch: TrainBatch, tmp_path: Path, share_prompts: bool
