@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,10 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 """Off-policy, with quantities of whole answers and columns that other models computed."""
 SMALL = {"max_tokens_per_micro_batch": 48}
 """Several micro-batches, of which ranks have different numbers."""
-SIZES = (2, 4)
+SIZES = (2, pytest.param(4, marks=pytest.mark.long_tier))
+
+OfRanks = Callable[[int], dict[str, list[Made]]]
+"""What so many ranks made of each case."""
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +88,9 @@ def _with_advantage_of_first(batch: TrainBatch, advantage: float) -> TrainBatch:
 
 
 @pytest.fixture(scope="module")
-def made(cases: dict[str, Case], model_dir: Path) -> dict[int, dict[str, list[Made]]]:
+def made(cases: dict[str, Case], model_dir: Path) -> OfRanks:
     lone = {name: cases[name] for name in ("sharded, trees", "sharded, one answer trained")}
-    alone = {1: rank_program.together(1, lone, model_dir)}
-    return alone | {size: rank_program.together(size, cases, model_dir) for size in SIZES}
+    return functools.cache(lambda size: rank_program.together(size, lone if size == 1 else cases, model_dir))
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +105,9 @@ def expected(cases: dict[str, Case], model_dir: Path) -> dict[str, Made]:
 
 
 @pytest.mark.parametrize("size", (1, *SIZES))
-def test_the_gradient_is_that_of_one_process(
-    made: dict[int, dict[str, list[Made]]], expected: dict[str, Made], size: int
-) -> None:
-    for name, one in [(name, one) for name, one in expected.items() if name in made[size]]:
-        for rank in made[size][name]:
+def test_the_gradient_is_that_of_one_process(made: OfRanks, expected: dict[str, Made], size: int) -> None:
+    for name, one in [(name, one) for name, one in expected.items() if name in made(size)]:
+        for rank in made(size)[name]:
             assert rank.error == ""
             assert rank.gradient.keys() == one.gradient.keys()
             for key, gradient in one.gradient.items():
@@ -114,20 +115,16 @@ def test_the_gradient_is_that_of_one_process(
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_every_rank_has_the_same_weights_to_the_bit_afterwards(
-    made: dict[int, dict[str, list[Made]]], size: int
-) -> None:
-    for ranks in made[size].values():
+def test_every_rank_has_the_same_weights_to_the_bit_afterwards(made: OfRanks, size: int) -> None:
+    for ranks in made(size).values():
         for other in ranks[1:]:
             assert all(np.array_equal(ranks[0].weights[key], other.weights[key]) for key in ranks[0].weights)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_metrics_and_logprobs_are_those_of_one_process(
-    made: dict[int, dict[str, list[Made]]], expected: dict[str, Made], size: int
-) -> None:
+def test_metrics_and_logprobs_are_those_of_one_process(made: OfRanks, expected: dict[str, Made], size: int) -> None:
     for name, one in expected.items():
-        reports = [rank.report for rank in made[size][name] if rank.report is not None]
+        reports = [rank.report for rank in made(size)[name] if rank.report is not None]
         assert one.report is not None
         ranks, single = outcome(reports), outcome([one.report])
         assert ranks.metrics.keys() == single.metrics.keys()
@@ -137,7 +134,7 @@ def test_metrics_and_logprobs_are_those_of_one_process(
         for rollout, segments in single.logprobs.items():
             for found, segment in zip(ranks.logprobs[rollout], segments, strict=True):
                 np.testing.assert_allclose(found, segment, atol=1e-4)
-        scores = {rollout: found for rank in made[size][name] for rollout, found in rank.scores.items()}
+        scores = {rollout: found for rank in made(size)[name] for rollout, found in rank.scores.items()}
         assert scores.keys() == one.scores.keys()
         for rollout, segments in one.scores.items():
             for found, segment in zip(scores[rollout], segments, strict=True):
@@ -154,7 +151,7 @@ def test_metrics_and_logprobs_are_those_of_one_process(
     ],
 )
 def test_a_step_that_one_rank_cannot_make_is_refused_on_all_and_changes_nothing(
-    made: dict[int, dict[str, list[Made]]],
+    made: OfRanks,
     expected: dict[str, Made],
     model_dir: Path,
     size: int,
@@ -165,15 +162,15 @@ def test_a_step_that_one_rank_cannot_make_is_refused_on_all_and_changes_nothing(
 
     before = load_file(model_dir / "model.safetensors")
     for name in ("fused", "sharded"):
-        ranks = made[size][f"{name}, {what}"]
+        ranks = made(size)[f"{name}, {what}"]
         assert {rank.error for rank in ranks} == errors
         for rank in ranks:
             assert all(np.array_equal(rank.weights[key], before[key].numpy()) for key in rank.weights)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_some_rank_had_no_token_to_train(made: dict[int, dict[str, list[Made]]], size: int) -> None:
+def test_some_rank_had_no_token_to_train(made: OfRanks, size: int) -> None:
     """Otherwise the cases above would not show what they are there for."""
-    tokens = [rank.report.tokens for rank in made[size]["sharded, one answer trained"] if rank.report is not None]
+    tokens = [rank.report.tokens for rank in made(size)["sharded, one answer trained"] if rank.report is not None]
     assert sorted(tokens)[: size - 1] == [0] * (size - 1)
     assert max(tokens) > 0
