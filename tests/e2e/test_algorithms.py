@@ -8,7 +8,6 @@ import shutil
 
 import numpy as np
 import pytest
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -111,7 +110,9 @@ def test_a_run_with_an_adapter_keeps_the_adapter_alone_and_goes_on_from_it(tmp_p
     assert weights.stat().st_size < whole / 3
     assert (run_dir / "hf" / "final" / "adapter" / "adapter_config.json").exists()
     base = AutoModelForCausalLM.from_pretrained(model_cache / "tiny-1")
-    PeftModel.from_pretrained(base, run_dir / "hf" / "final" / "adapter")
+    import peft  # it takes seconds, and every test process would import it to know its tests
+
+    peft.PeftModel.from_pretrained(base, run_dir / "hf" / "final" / "adapter")
     config.replace("total_steps", 3).build(run_dir=run_dir, resume="newest").fit()
     steps = _steps(run_dir, read_lines)
     assert [step["step"] for step in steps] == [1, 2, 3]

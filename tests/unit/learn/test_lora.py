@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -167,6 +166,8 @@ def test_the_export_is_a_whole_model_and_an_adapter_that_peft_loads(
     np.testing.assert_allclose(plain_scores(whole, batch), trained, atol=2e-5)
     base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     assert np.abs(plain_scores(base, batch) - trained).max() > 1e-2
+    import peft  # it takes seconds, and every test process would import it to know its tests
+
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "hf" / "adapter")
     np.testing.assert_allclose(plain_scores(adapted, batch), trained, atol=2e-5)
 
