@@ -89,7 +89,7 @@ def write_tokenizer(directory: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>").save_pretrained(directory)
 
 
-def make_subject(model_dir: Path, model: Any) -> Subject:
+def make_subject(model_dir: Path, model: Any, **fields: Any) -> Subject:
     def reference(ids: Any, temperature: float) -> np.ndarray:
         with torch.inference_mode():
             logits = model(torch.tensor([list(ids)])).logits[0].float()
@@ -102,7 +102,7 @@ def make_subject(model_dir: Path, model: Any) -> Subject:
     }
 
     def make() -> Any:
-        config = EmbeddedEngineConfig(max_running=6, prefill_chunk_tokens=64)
+        config = EmbeddedEngineConfig(max_running=6, prefill_chunk_tokens=64, **fields)
         return config.build(str(model_dir), CharacterTokenizer(), threads=1)
 
     return Subject(make=make, other_weights=Tensors(other), reference=reference)

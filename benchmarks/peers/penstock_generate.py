@@ -16,7 +16,7 @@ job = serve.next_line()
 import torch  # noqa: E402 - the job comes first: its environment decides what torch finds
 
 from penstock.engine import EmbeddedEngineConfig  # noqa: E402
-from penstock.engine.torch_engine.products import choose_products  # noqa: E402
+from penstock.engine.torch_engine.products import choose_products, packed_where_faster  # noqa: E402
 from penstock.models import load_tokenizer  # noqa: E402
 from penstock.models.threads import release_threads  # noqa: E402
 from penstock.ports import Engine, GenerateRequest  # noqa: E402
@@ -58,6 +58,7 @@ def matmul_seconds(dtype: torch.dtype, rows: int, steps: int) -> float:
         for _ in range(layers)
     ]  # fmt: skip
     output = matrix(vocab, hidden)
+    products = packed_where_faster(products, [*itertools.chain(*weights), output])
     x, inner, wide = (torch.randn(rows, size).to(products.dtype) for size in (hidden, heads * head, mlp))
     into = torch.zeros(rows, hidden, dtype=products.dtype)
     seconds = []

@@ -42,12 +42,12 @@ held_out = TaskSpecConfig(
 trainer = RLColocateTrainerConfig(
     model="smollm2-135m",
     engines=EnginesConfig(engine=EmbeddedEngineConfig(max_running=64, dtype="auto")),
-    train=TrainWorkerConfig(lr=1e-5, dtype="auto"),
+    train=TrainWorkerConfig(lr=2e-5, dtype="auto"),
     tasks=[addition],
     evaluator=EvaluatorConfig(tasks=[held_out], greedy=True),
-    total_steps=25,
+    total_steps=16,
     train_batch_size=8,
-    eval_interval=25,
-    checkpoint_interval=25,
+    eval_interval=16,
+    checkpoint_interval=16,
     seed=0,
 )

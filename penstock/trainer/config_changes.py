@@ -55,6 +55,7 @@ HARMLESS: dict[str, Harmless] = {
     "trackers.*": Harmless(_WATCHES),
     "cpu_threads": Harmless(_ROUNDING, unless="deterministic=true"),
     "engines.engine.max_running": Harmless(_ROUNDING, unless="deterministic=true"),
+    "engines.engine.packed": Harmless(_ROUNDING),
     "engines.engine.prefill_chunk_tokens": Harmless(_ROUNDING, unless="deterministic=true"),
     "train.max_tokens_per_micro_batch": Harmless(_ROUNDING, unless="deterministic=true"),
     "train.activation_checkpointing": Harmless(_ROUNDING, unless="deterministic=true"),

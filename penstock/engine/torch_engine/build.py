@@ -89,7 +89,7 @@ def load_model(config: EmbeddedEngineConfig, model_dir: str, *, deterministic: b
     model: LanguageModel
     if fused:
         state = load_causal_lm(directory).state_dict() if state is None else state
-        model = FusedModel(described, state, dtype, device, deterministic=deterministic)
+        model = FusedModel(described, state, dtype, device, deterministic=deterministic, packed=config.packed)
     else:
         # Imported here: it brings the modules of transformers, which take seconds.
         from penstock.engine.torch_engine.generic import GenericModel

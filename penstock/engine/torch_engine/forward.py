@@ -6,6 +6,7 @@ without being turned. Every call takes a flat list of tokens; who they belong to
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from penstock.engine.torch_engine.attention import attend, attend_in_blocks, attend_prompt, decode_mask
 from penstock.engine.torch_engine.cache import LayerShape, Prefix, SlotCache, round_up
 from penstock.engine.torch_engine.lanes import Lanes
-from penstock.engine.torch_engine.products import Products, choose_products
+from penstock.engine.torch_engine.products import Products, choose_products, packed_where_faster
 from penstock.engine.torch_engine.sampling import target_logprobs
 from penstock.engine.torch_engine.scratch import Scratch
 from penstock.engine.torch_engine.weights import EngineWeights
@@ -48,7 +49,14 @@ class FusedModel:
     """The engine's own copy of a model's weights, in its own layout and dtype."""
 
     def __init__(
-        self, config: Any, state: dict[str, Tensor], dtype: torch.dtype, device: torch.device, *, deterministic: bool
+        self,
+        config: Any,
+        state: dict[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        deterministic: bool,
+        packed: bool | None = None,
     ) -> None:
         """`config` is that of transformers, `state` the weights by their names there."""
         self.vocab_size: int = config.vocab_size
@@ -72,9 +80,16 @@ class FusedModel:
         self._norm = self._own("model.norm.weight", state)
         self._head = self._embedding if tied else self._own(HEAD, state)
         self._layers = [self._own_layer(index, state) for index in range(config.num_hidden_layers)]
+        self._products = packed_where_faster(self._products, self._matrices, packed=packed, deterministic=deterministic)
+
+    @property
+    def _matrices(self) -> list[Tensor]:
+        layers = [(layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self._layers]
+        return [*itertools.chain(*layers), self._head]
 
     def load(self, source: WeightSource) -> None:
         self._weights.load(source)
+        self._products.adopt(self._matrices)
 
     def prefill(self, parts: list[tuple[Prefix, int]]) -> None:
         """Compute the next tokens of each prefix: as many as its number says."""

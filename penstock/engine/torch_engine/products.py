@@ -1,26 +1,43 @@
-"""How hidden states are multiplied with weights, by dtype and machine: two ways, chosen once.
+"""How hidden states are multiplied with weights, by dtype and machine: three ways, chosen once.
 
 Where bfloat16 products with float32 sums are fast, the matrices are bfloat16 and hidden states stay float32, which
 costs little beside the products and loses nothing between them. Queries, keys and values are rounded to bfloat16 for
 attention and in the cache, as with plain products: half the memory, and half of what a step reads of it. The trainer's
 attention is float32; of the mismatch between the two, small as it is, the cache is less than a third (k3 is 7.0e-5
 for SmolLM2-135M, 4.9e-5 with a float32 cache).
+
+In float32 a product of few rows spends much of its time on bringing the matrix into the order that its kernel reads.
+Where that is worth a copy of the weights, tried on this machine, they are kept in that order beside those that are
+loaded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.models.arithmetic import shortest
 from penstock.models.bfloat16 import has_fast_products, product
+
+ROWS = 64
+"""That the kept order is chosen for; it is as good for others."""
+WORTH_PACKING = range(32 << 20, 2 << 30)
+"""Bytes of all matrices: fewer stay in the caches anyway, a copy of more takes memory that a run may need."""
+BETTER = 0.95
+_TRIED_ROWS_OF_HEAD = 8192
 
 
 class Products(Protocol):
     dtype: torch.dtype
     """Of hidden states, norms and biases. Keys and values have the dtype of the matrices."""
+
+    def adopt(self, matrices: Sequence[Tensor]) -> None:
+        """These are what will be multiplied with; called again when what is in them has changed."""
+        ...
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x (tokens x in) through a linear layer (out x in)."""
@@ -41,6 +58,9 @@ class PlainProducts:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
+    def adopt(self, matrices: Sequence[Tensor]) -> None:
+        pass
+
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 
@@ -55,10 +75,37 @@ class PlainProducts:
         return logits.copy_(torch.mm(x, weight.t()))
 
 
+class PackedProducts:
+    """float32, by oneDNN, from copies of the matrices in the order of its kernels."""
+
+    dtype = torch.float32
+
+    def __init__(self) -> None:
+        self._packed: dict[Tensor, Tensor] = {}
+        """By the matrix itself, not by what is in it."""
+
+    def adopt(self, matrices: Sequence[Tensor]) -> None:
+        for matrix in matrices:  # one after the other: old and new copies never both exist as a whole
+            self._packed[matrix] = torch.ops.mkldnn._reorder_linear_weight(matrix, ROWS)
+
+    def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed[weight], bias, "none", [], "")
+        return out
+
+    def add(self, hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        hidden += self.apply(x, weight, bias)
+
+    def head(self, x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+        return logits.copy_(self.apply(x, weight, None))
+
+
 class MixedProducts:
     """bfloat16 matrices, float32 hidden states, norms and biases."""
 
     dtype = torch.float32
+
+    def adopt(self, matrices: Sequence[Tensor]) -> None:
+        pass
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = product(x.bfloat16(), weight.t())
@@ -78,3 +125,43 @@ def choose_products(dtype: torch.dtype, device: torch.device, *, deterministic: 
     if dtype == torch.bfloat16 and device.type == "cpu" and has_fast_products() and not deterministic:
         return MixedProducts()
     return PlainProducts(dtype)
+
+
+def packed_where_faster(
+    products: Products, matrices: Sequence[Tensor], *, packed: bool | None = None, deterministic: bool = False
+) -> Products:
+    """These products, or those with packed matrices, where they do the same in less time; either has adopted them.
+
+    `matrices` are those of a model, the last one its output embedding. Who else is on the machine decides too, so two
+    engines of one model may choose differently: deterministic runs pack nothing. `packed` is what was asked for.
+    """
+    plain = isinstance(products, PlainProducts) and products.dtype == torch.float32
+    can = plain and not deterministic and matrices[0].device.type == "cpu" and packed is not False
+    if can and (packed or _packing_pays(products, matrices)):
+        products = PackedProducts()
+    products.adopt(matrices)
+    return products
+
+
+def _packing_pays(plain: Products, matrices: Sequence[Tensor]) -> bool:
+    if sum(matrix.nbytes for matrix in matrices) not in WORTH_PACKING:
+        return False
+    sample = [*matrices[:4], matrices[-1][:_TRIED_ROWS_OF_HEAD]]
+    packed = PackedProducts()
+
+    def round_of(products: Products) -> Callable[[], None]:
+        states = [torch.full((ROWS, matrix.shape[1]), 0.01) for matrix in sample]
+
+        def run() -> None:
+            for x, matrix in zip(states, sample, strict=True):
+                products.apply(x, matrix, None)
+
+        return run
+
+    try:
+        with torch.inference_mode():
+            packed.adopt(sample)
+            seconds = shortest({"plain": round_of(plain), "packed": round_of(packed)})
+    except (AttributeError, RuntimeError):  # this torch has no such operation, or not for this processor
+        return False
+    return seconds["packed"] <= BETTER * seconds["plain"]

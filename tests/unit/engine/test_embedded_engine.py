@@ -26,6 +26,7 @@ from engine_contract import (
     logprobs_of,
     running,
 )
+from engine_models import make_subject
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 from penstock.engine import EmbeddedEngineConfig
@@ -42,6 +43,14 @@ FORWARD_MATTERS = [check for check in CONTRACT if re.search("logprob|score|conti
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
 def test_the_contract_holds_for_the_fused_forward(check: Check, subjects: dict[str, Subject]) -> None:
     asyncio.run(check(subjects["llama"]))
+
+
+@pytest.mark.parametrize("check", FORWARD_MATTERS, ids=lambda check: check.__name__)
+def test_the_contract_holds_for_packed_matrices(
+    check: Check, model_dirs: dict[str, Path], references: dict[str, Any]
+) -> None:
+    """New weights too: what is multiplied with afterwards is packed anew."""
+    asyncio.run(check(make_subject(model_dirs["llama-scaled"], references["llama-scaled"], packed=True)))
 
 
 @pytest.mark.parametrize("check", FORWARD_MATTERS, ids=lambda check: check.__name__)
@@ -150,9 +159,9 @@ def test_a_models_own_forward_in_bfloat16_knows_positions_as_exactly_as_the_fuse
 def test_the_fused_forward_equals_the_models_own(kind: str, deterministic: bool, model_dirs: dict[str, Path]) -> None:
     ids = torch.randint(96, (3, 90), generator=torch.Generator().manual_seed(5))
 
-    def logits(fused: bool) -> torch.Tensor:
+    def logits(**fields: bool) -> torch.Tensor:
         """Three rows that begin after 20, 45 and 70 tokens, prefilled in two parts, then given their own tokens."""
-        config = EmbeddedEngineConfig(fused=fused)
+        config = EmbeddedEngineConfig(**fields)
         model, _ = load_model(config, str(model_dirs[kind]), deterministic=deterministic)
         cache = SlotCache(model.cache_layers, model.dtype, model.device)
         cache.reserve(3, 96, max_slots=3, max_length=96)
@@ -173,7 +182,10 @@ def test_the_fused_forward_equals_the_models_own(kind: str, deterministic: bool,
         return torch.stack(steps)
 
     with torch.inference_mode():
-        torch.testing.assert_close(logits(fused=True), logits(fused=False), atol=2e-4, rtol=1e-4)
+        own, plain, packed = logits(fused=False), logits(packed=False), logits(packed=True)
+    torch.testing.assert_close(plain, own, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(packed, own, atol=2e-4, rtol=1e-4)
+    assert not deterministic or torch.equal(packed, plain), "a deterministic run packs nothing"
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
