@@ -96,7 +96,7 @@ class _Head(torch.autograd.Function):
         x = hidden.to(head.dtype)
         size = max(1, KEPT_BYTES // (head.out_features * x.element_size()))
         keeps = ctx.needs_input_grad[0] and len(x) <= size and not entropy_gradient
-        kept = x.new_empty(len(x), head.out_features) if keeps else None
+        kept = head.spare.take(len(x), head.out_features, x.dtype, x.device) if keeps else None
         logprobs, entropy, totals = _distributions(x, head, targets, kept)
         ctx.save_for_backward(hidden, x, targets, totals, *([] if kept is None else [kept]))
         ctx.head, ctx.size, ctx.entropy_gradient = head, size, entropy_gradient
@@ -115,11 +115,12 @@ class _Head(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         for start in range(0, len(x), ctx.size):
             part = slice(start, start + ctx.size)
-            rests = kept[0] if kept else x.new_empty(len(x[part]), head.out_features)
+            rests = kept[0] if kept else head.spare.take(len(x[part]), head.out_features, x.dtype, x.device)
             if not kept:
                 _distributions(x[part], head, targets[part], rests)
             torch.mul(head.multiply_back(rests), share[part], out=grad_hidden[part])
             head.add_gradient(rests, (hidden[part] * share[part]).to(x.dtype))
+            head.spare.give_back(rests)
         return grad_hidden, None, None, None
 
 
@@ -153,12 +154,14 @@ def _distributions(
     weight = head.weight
     logprobs, entropy, totals = (torch.empty(len(x), dtype=weight.dtype, device=x.device) for _ in range(3))
     size = max(1, CHUNK_BYTES // (head.out_features * weight.element_size()))
+    tables = [head.spare.take(min(size, len(x)), head.out_features, weight.dtype, x.device) for _ in range(2)]
     for start in range(0, len(x), size):
         part = slice(start, start + size)
         column = targets[part, None]
-        logits = head.forward(x[part])
+        rows = x[part]
+        logits = head.forward(rows, out=tables[0][: len(rows)])
         logits -= logits.amax(1, keepdim=True)
-        exponentials = logits.exp()
+        exponentials = torch.exp(logits, out=tables[1][: len(rows)])
         logit, own = logits.gather(1, column), exponentials.gather(1, column)
         others = exponentials.scatter_(1, column, 0).sum(1, keepdim=True)
         if kept is not None:
@@ -168,4 +171,6 @@ def _distributions(
         # H = log sum exp(s) - sum p * s, with the logits shifted by their maximum.
         products = exponentials.mul_(logits).scatter_(1, column, own * logit)
         entropy[part] = (total.log() - products.sum(1, keepdim=True) / total)[:, 0]
+    for table in tables:
+        head.spare.give_back(table)
     return logprobs, entropy, totals

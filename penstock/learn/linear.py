@@ -67,6 +67,32 @@ class Gradients:
         return self._kept[parameter]
 
 
+class Spare:
+    """Memory of large tables, kept for the next ones by whoever is done with them: fresh pages, as in `Gradients`."""
+
+    MOST = 3
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A table with anything in it, that nobody else has until it is given back. One that is not is forgotten."""
+        number = rows * columns
+        fitting = [memory for memory in self._free if memory.dtype == dtype and memory.numel() >= number]
+        if fitting:
+            memory = min(fitting, key=Tensor.numel)
+            self._free = [other for other in self._free if other is not memory]
+        else:
+            self._free = self._free[1:]  # what is too small now would be again
+            with torch.inference_mode(False):
+                memory = torch.empty(number, dtype=dtype, device=device)
+        return memory[:number].view(rows, columns)
+
+    def give_back(self, table: Tensor) -> None:
+        whole = table.untyped_storage().nbytes() // table.element_size()
+        self._free = [*self._free, table.detach().as_strided((whole,), (1,), 0)][-self.MOST :]
+
+
 class JoinedLinear:
     """Linear layers that read the same input, their outputs side by side."""
 
@@ -77,6 +103,8 @@ class JoinedLinear:
         self._layers: list[Linear] = [base_of(layer) for layer in layers]
         self._adapters: list[Adapter | None] = [adapter_of(layer) if adapted else None for layer in layers]
         self._gradients = gradients
+        self.spare = Spare()
+        """For tables as wide as its outputs."""
         ends = torch.tensor([layer.out_features for layer in layers]).cumsum(0).tolist()
         self._columns = [slice(end - layer.out_features, end) for layer, end in zip(layers, ends, strict=True)]
         self._copy: Tensor | None = None
@@ -99,9 +127,12 @@ class JoinedLinear:
             for layer in self._layers:
                 layer.weight.data = layer.weight.new_empty(0)
 
-    def forward(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        """x [tokens, in] of this layer's dtype -> float32 [tokens, out]; plus `add_to`, which is overwritten."""
-        out = x.new_empty(len(x), self.out_features, dtype=self._result_dtype) if add_to is None else add_to
+    def forward(self, x: Tensor, add_to: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """x [tokens, in] of this layer's dtype -> float32 [tokens, out], written to `out`; or added to `add_to`."""
+        if add_to is not None:
+            out = add_to
+        elif out is None:
+            out = x.new_empty(len(x), self.out_features, dtype=self._result_dtype)
         if self._copy is not None:
             multiply(x, self._copy.t(), out, add=add_to is not None)
         for layer, columns in zip(self._layers, self._columns, strict=True):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.learn import head as head_module
 from penstock.learn.head import apply_head, apply_plain_head
-from penstock.learn.linear import Gradients, JoinedLinear
+from penstock.learn.linear import Gradients, JoinedLinear, Spare
 
 TOKENS, HIDDEN, VOCAB = 48, 96, 400
 
@@ -139,3 +139,18 @@ def test_without_a_bonus_the_entropy_has_no_gradient() -> None:
         head = linear if apply is apply_plain_head else JoinedLinear([linear], torch.float32, Gradients())
         computed = apply(hidden.clone().requires_grad_(), head, targets, torch.ones(TOKENS))  # type: ignore[operator]
         assert computed.logprobs.requires_grad and not computed.entropy.requires_grad
+
+
+def test_memory_that_was_given_back_is_used_again_and_never_by_two() -> None:
+    spare = Spare()
+    first = spare.take(4, 10, torch.float32, torch.device("cpu"))
+    second = spare.take(4, 10, torch.float32, torch.device("cpu"))
+    assert first.data_ptr() != second.data_ptr()
+    spare.give_back(first)
+    smaller = spare.take(3, 10, torch.float32, torch.device("cpu"))
+    assert smaller.data_ptr() == first.data_ptr() and smaller.shape == (3, 10)
+    spare.give_back(smaller)
+    assert spare.take(4, 10, torch.float32, torch.device("cpu")).data_ptr() == first.data_ptr(), "all of it came back"
+    spare.give_back(second)
+    assert spare.take(5, 10, torch.float32, torch.device("cpu")).shape == (5, 10), "too small is no reason to fail"
+    assert spare.take(4, 10, torch.bfloat16, torch.device("cpu")).dtype == torch.bfloat16
