@@ -30,7 +30,7 @@ from transformers.utils import logging
 from penstock.engine import EmbeddedEngineConfig
 from penstock.engine.process import ProcessEngine
 from penstock.models import load_tokenizer
-from penstock.weights import SharedMemoryChannel
+from penstock.weights import WriterSettings, build_channel
 
 MB = 1 << 20
 WARM = 4
@@ -114,7 +114,7 @@ async def measure(directory: Path, weights: Weights, rounds: int, threads: int) 
     config = EmbeddedEngineConfig(process=True, max_running=4, max_context=512)
     engine = config.build(str(directory), load_tokenizer(directory), threads=threads)
     assert isinstance(engine, ProcessEngine)
-    channel = SharedMemoryChannel(weights, engine)
+    channel = build_channel(weights, engine, WriterSettings(kind="shared_memory"))
     memcpy = Memcpy(weights.num_bytes)
     try:
         await engine.check_health()

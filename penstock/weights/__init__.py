@@ -23,19 +23,16 @@ from penstock.lazy import from_modules
 
 if TYPE_CHECKING:
     from penstock.weights.channel import DistantWeights, StoredChannel, WriterSettings, build_channel
-    from penstock.weights.disk import DiskChannel
     from penstock.weights.in_process import InProcessChannel
-    from penstock.weights.shared_memory import SharedMemoryBuffer, SharedMemoryChannel
+    from penstock.weights.shared_memory import SharedMemoryBuffer
     from penstock.weights.stored import BroadcastWeights, DiskWeights, SharedMemoryWeights, StoredWeights
 
 __all__ = [
     "BroadcastWeights",
-    "DiskChannel",
     "DiskWeights",
     "DistantWeights",
     "InProcessChannel",
     "SharedMemoryBuffer",
-    "SharedMemoryChannel",
     "SharedMemoryWeights",
     "StoredChannel",
     "StoredWeights",
@@ -47,9 +44,8 @@ __getattr__ = from_modules(
     __name__,
     {
         "channel": ["DistantWeights", "StoredChannel", "WriterSettings", "build_channel"],
-        "disk": ["DiskChannel"],
         "in_process": ["InProcessChannel"],
-        "shared_memory": ["SharedMemoryBuffer", "SharedMemoryChannel"],
+        "shared_memory": ["SharedMemoryBuffer"],
         "stored": ["BroadcastWeights", "DiskWeights", "SharedMemoryWeights", "StoredWeights"],
     },
 )

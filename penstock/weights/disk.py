@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from penstock.errors import StorageError, WeightSyncError
-from penstock.ports import Engine, WeightSource
-from penstock.weights.channel import OwnWeights, StoredChannel
+from penstock.ports import WeightSource
 from penstock.weights.digest import with_pool
 from penstock.weights.stored import DiskWeights, joined_checksum, tensors_checksum
 
@@ -48,22 +47,6 @@ class DiskWriter:
 
     def close(self) -> None:
         pass
-
-
-class DiskChannel(StoredChannel):
-    """From this process's weights to engines that see `directory` under the same name."""
-
-    def __init__(
-        self,
-        weights: WeightSource,
-        engine: Engine,
-        directory: Path,
-        *,
-        timeout_s: float = 600.0,
-        max_file_bytes: int = 1 << 30,
-    ) -> None:
-        writer = DiskWriter(directory, max_file_bytes=max_file_bytes)
-        super().__init__(OwnWeights(weights, writer), engine, timeout_s=timeout_s)
 
 
 def write_weights(source: WeightSource, target: Path, max_file_bytes: int = 1 << 30) -> DiskWeights:

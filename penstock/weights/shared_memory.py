@@ -7,7 +7,7 @@ so the extra memory is the size of the weights twice, for any number of engines,
 at a time.
 
 The memory is an anonymous file (`memfd`), which engines open as /proc/<trainer>/fd/<n>: nothing is left behind, even
-by kill -9. That is Linux; elsewhere use `DiskChannel`.
+by kill -9. That is Linux; elsewhere use the disk channel.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from penstock.errors import ConfigError, WeightSyncError
-from penstock.ports import Engine, LoadedWeights, WeightSource
-from penstock.weights.channel import OwnWeights, StoredChannel
+from penstock.ports import LoadedWeights, WeightSource
 from penstock.weights.digest import THREADS, Bytes, Piece, TensorEntry, digest_pieces, dtype_name, pieces, tensor_bytes
 from penstock.weights.stored import SharedMemoryWeights, StoredWeights
 
@@ -39,7 +38,7 @@ class SharedMemoryBuffer:
 
     def __init__(self, *, bucket_bytes: int = 64 << 20) -> None:
         if not hasattr(os, "memfd_create"):
-            raise ConfigError("shared memory needs Linux (memfd_create); use DiskChannel here")
+            raise ConfigError("shared memory needs Linux (memfd_create); use engines.channel='disk' here")
         self._bucket_bytes = bucket_bytes
         self._confirmed: _Segment | None = None
         self._next: _Segment | None = None
@@ -188,13 +187,3 @@ class SharedMemoryWriter:
 
     def close(self) -> None:
         self._buffer.close()
-
-
-class SharedMemoryChannel(StoredChannel):
-    """From this process's weights to engine processes of this machine."""
-
-    def __init__(
-        self, weights: WeightSource, engine: Engine, *, timeout_s: float = 300.0, bucket_bytes: int = 64 << 20
-    ) -> None:
-        writer = SharedMemoryWriter(bucket_bytes=bucket_bytes)
-        super().__init__(OwnWeights(weights, writer), engine, timeout_s=timeout_s)

@@ -34,7 +34,7 @@ from penstock.engine import EmbeddedEngineConfig, EnginesConfig, RolloutControll
 from penstock.errors import ConfigError, EngineUnavailable
 from penstock.events import ActorLost, ActorRecovered, EngineChanged, Event
 from penstock.resources import RunResourcesConfig, WorkerResourcesConfig
-from penstock.weights.shared_memory import SharedMemoryChannel
+from penstock.weights import WriterSettings, build_channel
 
 MiB = 1 << 20
 DEADLINE = 120.0
@@ -214,7 +214,7 @@ def test_an_engine_killed_while_it_serves_comes_back_with_the_published_weights(
     other = make_subject(model_dir, reference).other_weights
 
     async def test(engines: RayEngines, told: Told) -> None:
-        channel = SharedMemoryChannel(other, engines)
+        channel = build_channel(other, engines, WriterSettings(kind="shared_memory"))
         await channel.publish(3)
         expected = [ids_of(answer) for answer in await ask_all(engines, 8, max_tokens=200)]
         asking = asyncio.create_task(ask_all(engines, 8, max_tokens=200))
@@ -282,7 +282,7 @@ def test_a_killed_controller_is_followed_by_another_and_no_answer_is_lost(
     other = make_subject(model_dir, reference).other_weights
 
     async def test(engines: RayEngines, told: Told) -> None:
-        channel = SharedMemoryChannel(other, engines)
+        channel = build_channel(other, engines, WriterSettings(kind="shared_memory"))
         await channel.publish(5)
         expected = [ids_of(answer) for answer in await ask_all(engines, 8, max_tokens=200)]
         asking = asyncio.create_task(ask_all(engines, 8, max_tokens=200))

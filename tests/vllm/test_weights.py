@@ -23,7 +23,7 @@ from penstock.events import EngineChanged, Event
 from penstock.learn import LoRAConfig, TrainWorkerConfig
 from penstock.learn.worker import TorchTrainWorker
 from penstock.rollout import FinishReason
-from penstock.weights import DiskChannel, SharedMemoryChannel
+from penstock.weights import WriterSettings, build_channel
 
 NUM_REQUESTS = 256
 DEADLINE = 280.0
@@ -63,8 +63,8 @@ def test_after_a_sync_greedy_answers_are_the_trainers_and_before_they_are_not(
     async def check() -> None:
         def channel(weights: Any) -> Any:
             if way == "shared memory":
-                return SharedMemoryChannel(weights, engine)
-            return DiskChannel(weights, engine, tmp_path)
+                return build_channel(weights, engine, WriterSettings(kind="shared_memory"))
+            return build_channel(weights, engine, WriterSettings(kind="disk", directory=str(tmp_path)))
 
         untrained = TrainWorkerConfig().build(model_dir, total_steps=1, deterministic=False, threads=1)
         first, second = channel(untrained.weights), channel(worker.weights)
@@ -96,9 +96,9 @@ def test_after_a_sync_it_scores_as_the_trainer_with_its_adapter_and_not_as_the_b
         await engine.load_weights(untrained.weights, 0)
         base = await scored_by(engine, batch)
         assert np.abs(base - trained).max() > 0.3
-        channel: Any = SharedMemoryChannel(trainer.weights, engine)
+        channel: Any = build_channel(trainer.weights, engine, WriterSettings(kind="shared_memory"))
         if way == "disk":
-            channel = DiskChannel(trainer.weights, engine, tmp_path)
+            channel = build_channel(trainer.weights, engine, WriterSettings(kind="disk", directory=str(tmp_path)))
         for step in (1, 2):
             # The second finds the first's sum in the engine, not the base.
             sent = await channel.publish(step)
@@ -198,7 +198,7 @@ def test_the_controller_restarts_it_with_the_current_weights_and_finishes_what_i
     async def check() -> None:
         limits = RolloutControllerConfig(unavailable_timeout_s=DEADLINE, start_timeout_s=DEADLINE)
         controller = limits.build({"vllm": engine}, standing=Standing(model_step=await engine.model_step()))
-        channel = SharedMemoryChannel(worker.weights, controller)
+        channel = build_channel(worker.weights, controller, WriterSettings(kind="shared_memory"))
         await channel.publish(5)
         expected = [ids_of(await controller.generate(ask("e", prompt, temperature=0.0))) for prompt in PROMPTS]
         before = (await engine.stats()).generated_tokens
@@ -235,7 +235,7 @@ def test_of_two_behind_one_controller_a_killed_one_is_fenced_its_work_is_done_by
 
     async def check() -> None:
         controller = RolloutControllerConfig(start_timeout_s=DEADLINE).build(engines, observer=Watching())
-        channel = SharedMemoryChannel(worker.weights, controller)
+        channel = build_channel(worker.weights, controller, WriterSettings(kind="shared_memory"))
         await controller.check_health()
         await active(*engines)
         await channel.publish(2)

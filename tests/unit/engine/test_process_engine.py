@@ -38,7 +38,7 @@ from penstock.errors import (
     WeightSyncError,
 )
 from penstock.rollout import FinishReason
-from penstock.weights import DiskChannel, SharedMemoryChannel
+from penstock.weights import WriterSettings, build_channel
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,10 @@ def test_weights_reach_a_process_through_memory_and_through_files(
     async def test() -> None:
         engine = process_engine(served_dir)
         bound = Changing({})
-        shared, disk = SharedMemoryChannel(bound, engine), DiskChannel(bound, engine, tmp_path / "weights")
+        shared, disk = (
+            build_channel(bound, engine, WriterSettings(kind="shared_memory")),
+            build_channel(bound, engine, WriterSettings(kind="disk", directory=str(tmp_path / "weights"))),
+        )
         try:
             for step, channel in enumerate((shared, disk, shared, shared), start=1):
                 bound.state = {name: tensor * (1 + step / 8) for name, tensor in weights.state.items()}

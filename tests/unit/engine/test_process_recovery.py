@@ -26,7 +26,7 @@ from penstock.errors import (
     InfrastructureFailure,
 )
 from penstock.events import EngineChanged, Event
-from penstock.weights import SharedMemoryChannel
+from penstock.weights import WriterSettings, build_channel
 
 LIMITS = RolloutControllerConfig(probe_interval_s=0.5, probe_retry_s=0.1, probe_timeout_s=30.0, recovery_retry_s=0.5)
 
@@ -60,7 +60,7 @@ def test_killed_engines_are_fenced_their_work_is_done_elsewhere_and_they_return_
         engines = {"one": process_engine(served_dir), "two": process_engine(served_dir)}
         states = States()
         controller = LIMITS.build(engines, observer=states)
-        channel = SharedMemoryChannel(subject.other_weights, controller)
+        channel = build_channel(subject.other_weights, controller, WriterSettings(kind="shared_memory"))
         try:
             await controller.check_health()
             for name in engines:

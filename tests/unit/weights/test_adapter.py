@@ -18,10 +18,9 @@ from penstock.learn import LoRAConfig
 from penstock.learn.worker import TorchTrainWorker
 from penstock.models import load_tokenizer
 from penstock.ports import Engine, WeightChannel
+from penstock.weights import WriterSettings, build_channel
 from penstock.weights.adapter import on_base
-from penstock.weights.disk import DiskChannel
 from penstock.weights.in_process import InProcessChannel
-from penstock.weights.shared_memory import SharedMemoryChannel
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +32,8 @@ def channel_of(kind: str, worker: TorchTrainWorker, engine: Engine, directory: P
     if kind == "in_process":
         return InProcessChannel(worker.weights, engine)
     if kind == "disk":
-        return DiskChannel(worker.weights, engine, directory)
-    return SharedMemoryChannel(worker.weights, engine)
+        return build_channel(worker.weights, engine, WriterSettings(kind="disk", directory=str(directory)))
+    return build_channel(worker.weights, engine, WriterSettings(kind="shared_memory"))
 
 
 @pytest.mark.parametrize("sync", ["merged", "adapter"])

@@ -15,7 +15,7 @@ from penstock.engine.controller import RolloutController
 from penstock.errors import WeightSyncError
 from penstock.ports import LoadedWeights, WeightChannel
 from penstock.testing import ScriptedEngine
-from penstock.weights import DiskChannel, DiskWeights, SharedMemoryChannel, SharedMemoryWeights
+from penstock.weights import DiskWeights, SharedMemoryWeights, WriterSettings, build_channel
 from penstock.weights.digest import checksum, tensor_bytes, with_pool
 from penstock.weights.stored import joined_checksum, tensors_checksum
 
@@ -57,9 +57,9 @@ def play(way: str, directory: Path, engines: dict[str, Receiver], test: Test) ->
         controller = RolloutControllerConfig().build(engines)
         channel: WeightChannel
         if way == "disk":
-            channel = DiskChannel(Weights(), controller, directory)
+            channel = build_channel(Weights(), controller, WriterSettings(kind="disk", directory=str(directory)))
         else:
-            channel = SharedMemoryChannel(Weights(), controller)
+            channel = build_channel(Weights(), controller, WriterSettings(kind="shared_memory"))
         try:
             await controller.check_health()
             await test(controller, channel)

@@ -13,7 +13,7 @@ import torch
 
 from penstock.errors import StorageError, WeightSyncError
 from penstock.ports import LoadedWeights, WeightSource
-from penstock.weights import DiskChannel, DiskWeights, InProcessChannel, StoredWeights
+from penstock.weights import DiskWeights, InProcessChannel, StoredWeights, WriterSettings, build_channel
 from penstock.weights.disk import write_weights
 
 
@@ -61,7 +61,9 @@ def test_files_carry_the_weights_and_the_last_two_sets_stay(tmp_path: Path) -> N
 
     async def publish() -> None:
         bound = State({})
-        channel = DiskChannel(bound, engine, directory, max_file_bytes=5000)
+        channel = build_channel(
+            bound, engine, WriterSettings(kind="disk", directory=str(directory), max_file_bytes=5000)
+        )
         for step in range(1, 5):
             bound.state = weights(step).state
             published = await channel.publish(step)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import WeightSyncError
 from penstock.ports import KeptWeights, LoadedWeights, WeightSource
-from penstock.weights import SharedMemoryBuffer, SharedMemoryChannel, SharedMemoryWeights, StoredWeights
+from penstock.weights import SharedMemoryBuffer, SharedMemoryWeights, StoredWeights, WriterSettings, build_channel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
 
@@ -226,7 +226,9 @@ class Confirms:
 )
 def test_a_sync_that_is_not_confirmed_raises(engine: Any, said: str) -> None:
     async def publish() -> None:
-        channel = SharedMemoryChannel(weights(1, size=10), engine, timeout_s=0.2 if engine.hangs else 60.0)
+        channel = build_channel(
+            weights(1, size=10), engine, WriterSettings(kind="shared_memory", timeout_s=0.2 if engine.hangs else 60.0)
+        )
         try:
             with pytest.raises(WeightSyncError, match=said):
                 await channel.publish(5)
