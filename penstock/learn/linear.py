@@ -118,8 +118,13 @@ class JoinedLinear:
         if self._copy is None:
             return
         for layer, adapter, columns in zip(self._layers, self._adapters, self._columns, strict=True):
-            weight = layer.weight.detach()
-            copy_weights(weight if adapter is None else weight + adapter.delta(), self._copy[columns])
+            weight, copy = layer.weight.detach(), self._copy[columns]
+            if adapter is None:
+                copy_weights(weight, copy)
+            elif copy.dtype == weight.dtype:
+                adapter.added_to(weight, copy)
+            else:
+                copy_weights(adapter.added_to(weight), copy)
 
     def drop_originals(self) -> None:
         """Free the weights themselves where a copy is what is read."""

@@ -51,10 +51,11 @@ class Adapter:
     b: Parameter
     scale: float
 
-    def delta(self) -> Tensor:
-        """What it adds to the layer's weights."""
-        # In this order: an engine that is sent the adapter alone gets the scale in B, and makes the same bits of it.
-        return (self.b.detach() * self.scale) @ self.a.detach()
+    def added_to(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """The layer's weights with the adapter in them."""
+        from penstock.weights.adapter import adapted
+
+        return adapted(weight, self.a.detach(), self.b.detach() * self.scale, out)
 
 
 def attach(model: Any, config: LoRAConfig, model_name: str) -> None:
@@ -135,6 +136,7 @@ def adapter_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 def merged_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     """All weights by their Hugging Face names, with the adapters in them; tied ones once."""
     from penstock.learn.shard import gathered
+    from penstock.weights.adapter import adapted
 
     layers = adapters_of(model)
     seen: set[int] = set()
@@ -147,7 +149,7 @@ def merged_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
         if layer is not None:
             adapter = adapter_of(layer)
             assert adapter is not None
-            whole = whole + (gathered(adapter.b.detach()) * adapter.scale) @ gathered(adapter.a.detach())
+            whole = adapted(whole, gathered(adapter.a.detach()), gathered(adapter.b.detach()) * adapter.scale)
         yield base_name(name), whole
 
 

@@ -19,6 +19,11 @@ from penstock.ports import WeightSource
 A, B = ".lora_A", ".lora_B"
 
 
+def adapted(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """weight + B A, the scale already in B: the same bits wherever it is made. One pass over what is large."""
+    return torch.addmm(weight, b, a, out=out)
+
+
 def on_base(source: WeightSource, model_dir: Path) -> WeightSource:
     """What an engine loads: the source as it is, or the base of `model_dir` with the adapters that it brings."""
     try:
@@ -46,10 +51,11 @@ class _OnBase:
             layer = name.removesuffix(".weight")
             if layer in layers:
                 layers.remove(layer)
-                delta = given[layer + B].float() @ given[layer + A].float()
-                if delta.shape != tensor.shape:
-                    raise WeightSyncError(f"the adapter of {layer} is {tuple(delta.shape)}, not {tuple(tensor.shape)}")
-                tensor = tensor.float() + delta
+                a, b = given[layer + A].float(), given[layer + B].float()
+                shape = (len(b), a.shape[1])
+                if shape != tensor.shape:
+                    raise WeightSyncError(f"the adapter of {layer} is {shape}, not {tuple(tensor.shape)}")
+                tensor = adapted(tensor.float(), a, b)
             yield name, tensor
         if layers:
             raise WeightSyncError(
