@@ -31,7 +31,7 @@ class Snapshot:
 
     def save(self, directory: Path) -> None:
         """As the learner's own, then. Raises StorageError."""
-        write_state(directory, self._weights, self._optimizer)
+        write_state(directory, self._weights, self._optimizer, changing=False)
 
     def save_hf(self, directory: Path) -> None:
         """As the learner's own, then. Raises StorageError."""

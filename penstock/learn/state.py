@@ -63,15 +63,21 @@ def set_optimizer_state(optimizer: Optimizer, parameters: Parameters, state: Map
 
 
 def write_state(
-    directory: Path, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], *, shard: int | None = None
+    directory: Path,
+    weights: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
+    *,
+    shard: int | None = None,
+    changing: bool = True,
 ) -> None:
-    """Raises StorageError when the disk fails or gives back something else."""
+    """Raises StorageError when the disk fails. `changing` tensors, which others may write to meanwhile, are compared
+    with what was written, and StorageError is raised when that is something else."""
     for name, tensors in ((MODEL, weights), (OPTIMIZER, optimizer)):
         path = directory / _file_name(name, shard)
         rows = {key: own(tensor) for key, tensor in tensors.items()}
         try:
             write_tensors(path, rows)
-            if not holds_tensors(path, rows):
+            if changing and not holds_tensors(path, rows):
                 raise OSError("it is not what was given; something changed it while it was written")
         except OSError as error:
             raise StorageError(f"{path} could not be written: {error}") from error
