@@ -70,7 +70,7 @@ class EmbeddedEngineConfig(EngineConfig):
     fused: bool = True
     """Use the fused forward where the architecture has one; False takes the model's own forward."""
     packed: bool | None = None
-    """Keep a copy of the float32 matrices in the order that the CPU's kernels read, beside the weights: small batches
+    """Keep a copy of the matrices in the order that the CPU's kernels read, beside the weights: small batches
     are answered faster, for as much memory as the weights take. None: where a trial at the start shows that it pays and
     the weights are less than 2 GiB. Not in deterministic runs."""
 

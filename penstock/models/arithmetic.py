@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -19,17 +19,18 @@ from penstock.config import Dtype
 from penstock.errors import ModelError
 from penstock.models.bfloat16 import has_fast_products, keep_onednn_alive, product
 from penstock.models.families import describe, head_dim, is_like_llama
+from penstock.models.packing import WORTH_PACKING, can_pack, pack, packed_product
 
 Kind = Literal["float32", "bfloat16"]
+KINDS = get_args(Kind)
 
 MARGIN = 1.2
 """bfloat16 must be so much faster: it is less exact, and a trial is short."""
 HOPELESS = 3.0
-"""A way that takes so much longer than the best is not tried again. The first time, with what is made ready then, is
-longer than the others."""
+"""A way that takes so much longer than the best is not tried again."""
 ROUNDS = 4
 BUDGET_S = 0.6
-"""After so long each way is tried no more than once: on a busy machine a round may take many times its time."""
+"""After so long each way is timed no more than once: on a busy machine a round may take many times its time."""
 _WEIGHTS = 16 << 20
 """Numbers in the matrices of a trial: more than a cache holds, as in a model."""
 _MULTIPLICATIONS = 1 << 30
@@ -46,6 +47,12 @@ class Work(NamedTuple):
     layers: int
     trains: bool = False
     """Backward passes too."""
+
+    @property
+    def packs(self) -> bool:
+        """Whether an engine would keep packed matrices beside these, where that is faster."""
+        num_bytes = 4 * self.layers * sum(out * into for out, into in self.matrices)
+        return not self.trains and num_bytes in WORTH_PACKING
 
 
 class Choice(NamedTuple):
@@ -117,21 +124,29 @@ def fastest(seconds: Mapping[str, float]) -> Choice:
 def try_out(work: Work) -> dict[str, float]:
     """Seconds of a round of products in each dtype that this CPU offers: the shortest of some, taken in turns.
 
-    Passes that train in bfloat16 are offered only by MKL's products, whose sums and results are float32.
+    Passes that train in bfloat16 are offered only by MKL's products, whose sums and results are float32. An engine's
+    other products are packed or plain, whichever is faster.
     """
+    keep_onednn_alive()
     ways = {"float32": _round_of(work, torch.float32)}
     if has_fast_products() or not work.trains:
-        keep_onednn_alive()
         ways["bfloat16"] = _round_of(work, torch.bfloat16)
-    return shortest(ways)
+    if work.packs and can_pack(torch.float32):
+        ways["float32 packed"] = _round_of(work, torch.float32, packed=True)
+    if work.packs and not has_fast_products() and can_pack(torch.bfloat16):
+        ways["bfloat16 packed"] = _round_of(work, torch.bfloat16, packed=True)
+    found = shortest(ways)
+    return {name: min(found[name], found.get(f"{name} packed", float("inf"))) for name in ways if name in KINDS}
 
 
 def shortest(
     ways: Mapping[str, Callable[[], None]], clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
-    """Seconds of each, the shortest of `ROUNDS` in turns; the hopeless are tried once."""
+    """Seconds of each, the shortest of `ROUNDS` in turns; the hopeless are timed once."""
     found: dict[str, float] = {}
     end = clock() + BUDGET_S
+    for way in ways.values():
+        way()  # Kernels are made the first time, which may take several times as long as using them.
     for _ in range(ROUNDS):
         for name, way in ways.items():
             hopeful = clock() < end and found.get(name, 0.0) <= HOPELESS * min(found.values(), default=0.0)
@@ -142,7 +157,7 @@ def shortest(
     return found
 
 
-def _round_of(work: Work, dtype: torch.dtype) -> Callable[[], None]:
+def _round_of(work: Work, dtype: torch.dtype, *, packed: bool = False) -> Callable[[], None]:
     passes = 3 if work.trains else 1
     room = min(_WEIGHTS, _MULTIPLICATIONS // (work.rows * passes))
     layer = sum(out * into for out, into in work.matrices)
@@ -152,10 +167,13 @@ def _round_of(work: Work, dtype: torch.dtype) -> Callable[[], None]:
     matrices = [torch.full(shape, 0.01, dtype=dtype) for shape in shapes]
     states = {into: torch.full((work.rows, into), 0.01, dtype=dtype) for _, into in shapes}
     multiply = product if dtype == torch.bfloat16 and has_fast_products() else torch.mm
+    copies_in_order = [(states[matrix.shape[1]], pack(matrix)) for matrix in matrices] if packed else []
 
     def run() -> None:
         with torch.inference_mode():
-            for matrix in matrices:
+            for x, copy in copies_in_order:
+                packed_product(x, copy)
+            for matrix in matrices if not packed else ():
                 x = states[matrix.shape[1]]
                 result = multiply(x, matrix.t())
                 if work.trains:

@@ -6,7 +6,7 @@ attention and in the cache, as with plain products: half the memory, and half of
 attention is float32; of the mismatch between the two, small as it is, the cache is less than a third (k3 is 7.0e-5
 for SmolLM2-135M, 4.9e-5 with a float32 cache).
 
-In float32 a product of few rows spends much of its time on bringing the matrix into the order that its kernel reads.
+torch's own products of few rows spend much of their time on bringing the matrix into the order that their kernel reads.
 Where that is worth a copy of the weights, tried on this machine, they are kept in that order beside those that are
 loaded.
 """
@@ -22,11 +22,8 @@ from torch import Tensor
 
 from penstock.models.arithmetic import shortest
 from penstock.models.bfloat16 import has_fast_products, product
+from penstock.models.packing import ROWS, WORTH_PACKING, can_pack, pack, packed_product
 
-ROWS = 64
-"""That the kept order is chosen for; it is as good for others."""
-WORTH_PACKING = range(32 << 20, 2 << 30)
-"""Bytes of all matrices: fewer stay in the caches anyway, a copy of more takes memory that a run may need."""
 BETTER = 0.95
 _TRIED_ROWS_OF_HEAD = 8192
 
@@ -76,21 +73,19 @@ class PlainProducts:
 
 
 class PackedProducts:
-    """float32, by oneDNN, from copies of the matrices in the order of its kernels."""
+    """By oneDNN, from copies of the matrices in the order of its kernels."""
 
-    dtype = torch.float32
-
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self._packed: dict[Tensor, Tensor] = {}
         """By the matrix itself, not by what is in it."""
 
     def adopt(self, matrices: Sequence[Tensor]) -> None:
         for matrix in matrices:  # one after the other: old and new copies never both exist as a whole
-            self._packed[matrix] = torch.ops.mkldnn._reorder_linear_weight(matrix, ROWS)
+            self._packed[matrix] = pack(matrix)
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed[weight], bias, "none", [], "")
-        return out
+        return packed_product(x, self._packed[weight], bias)
 
     def add(self, hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         hidden += self.apply(x, weight, bias)
@@ -135,22 +130,22 @@ def packed_where_faster(
     `matrices` are those of a model, the last one its output embedding. Who else is on the machine decides too, so two
     engines of one model may choose differently: deterministic runs pack nothing. `packed` is what was asked for.
     """
-    plain = isinstance(products, PlainProducts) and products.dtype == torch.float32
+    plain = isinstance(products, PlainProducts) and products.dtype in (torch.float32, torch.bfloat16)
     can = plain and not deterministic and matrices[0].device.type == "cpu" and packed is not False
     if can and (packed or _packing_pays(products, matrices)):
-        products = PackedProducts()
+        products = PackedProducts(products.dtype)
     products.adopt(matrices)
     return products
 
 
 def _packing_pays(plain: Products, matrices: Sequence[Tensor]) -> bool:
-    if sum(matrix.nbytes for matrix in matrices) not in WORTH_PACKING:
+    if sum(matrix.nbytes for matrix in matrices) not in WORTH_PACKING or not can_pack(plain.dtype):
         return False
     sample = [*matrices[:4], matrices[-1][:_TRIED_ROWS_OF_HEAD]]
-    packed = PackedProducts()
+    packed = PackedProducts(plain.dtype)
 
     def round_of(products: Products) -> Callable[[], None]:
-        states = [torch.full((ROWS, matrix.shape[1]), 0.01) for matrix in sample]
+        states = [torch.full((ROWS, matrix.shape[1]), 0.01, dtype=plain.dtype) for matrix in sample]
 
         def run() -> None:
             for x, matrix in zip(states, sample, strict=True):
@@ -158,10 +153,7 @@ def _packing_pays(plain: Products, matrices: Sequence[Tensor]) -> bool:
 
         return run
 
-    try:
-        with torch.inference_mode():
-            packed.adopt(sample)
-            seconds = shortest({"plain": round_of(plain), "packed": round_of(packed)})
-    except (AttributeError, RuntimeError):  # this torch has no such operation, or not for this processor
-        return False
+    with torch.inference_mode():
+        packed.adopt(sample)
+        seconds = shortest({"plain": round_of(plain), "packed": round_of(packed)})
     return seconds["packed"] <= BETTER * seconds["plain"]
