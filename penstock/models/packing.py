@@ -11,6 +11,8 @@ import functools
 import torch
 from torch import Tensor
 
+from penstock.models.bfloat16 import amx_is_hidden
+
 ROWS = 64
 """That the order is chosen for; it is as good for others."""
 WORTH_PACKING = range(32 << 20, 2 << 30)
@@ -20,6 +22,8 @@ WORTH_PACKING = range(32 << 20, 2 << 30)
 @functools.cache
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this torch has such products, for this processor."""
+    if dtype == torch.bfloat16 and amx_is_hidden():
+        return False  # oneDNN would die of it; MKL's products are faster there anyway
     ones = torch.ones(16, 16, dtype=dtype)
     try:
         packed_product(ones, pack(ones))
