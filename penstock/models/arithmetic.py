@@ -144,9 +144,9 @@ def shortest(
 ) -> dict[str, float]:
     """Seconds of each, the shortest of `ROUNDS` in turns; the hopeless are timed once."""
     found: dict[str, float] = {}
-    end = clock() + BUDGET_S
     for way in ways.values():
         way()  # Kernels are made the first time, which may take several times as long as using them.
+    end = clock() + BUDGET_S
     for _ in range(ROUNDS):
         for name, way in ways.items():
             hopeful = clock() < end and found.get(name, 0.0) <= HOPELESS * min(found.values(), default=0.0)

@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from penstock.models.bfloat16 import amx_is_hidden
+from penstock.models.bfloat16 import amx_is_hidden, keep_onednn_alive
 
 ROWS = 64
 """That the order is chosen for; it is as good for others."""
@@ -24,6 +24,7 @@ def can_pack(dtype: torch.dtype) -> bool:
     """Whether this torch has such products, for this processor."""
     if dtype == torch.bfloat16 and amx_is_hidden():
         return False  # oneDNN would die of it; MKL's products are faster there anyway
+    keep_onednn_alive()
     ones = torch.ones(16, 16, dtype=dtype)
     try:
         packed_product(ones, pack(ones))

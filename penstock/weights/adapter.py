@@ -20,7 +20,7 @@ A, B = ".lora_A", ".lora_B"
 
 
 def adapted(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """weight + B A, the scale already in B: the same bits wherever it is made. One pass over what is large."""
+    """weight + B A, the scale already in B: the same operation wherever it is made. One pass over what is large."""
     return torch.addmm(weight, b, a, out=out)
 
 
@@ -52,7 +52,7 @@ class _OnBase:
             if layer in layers:
                 layers.remove(layer)
                 a, b = given[layer + A].float(), given[layer + B].float()
-                shape = (len(b), a.shape[1])
+                shape = (*b.shape[:1], *a.shape[1:])
                 if shape != tensor.shape:
                     raise WeightSyncError(f"the adapter of {layer} is {shape}, not {tuple(tensor.shape)}")
                 tensor = adapted(tensor.float(), a, b)

@@ -132,14 +132,14 @@ def packed_where_faster(
     """
     plain = isinstance(products, PlainProducts) and products.dtype in (torch.float32, torch.bfloat16)
     can = plain and not deterministic and matrices[0].device.type == "cpu" and packed is not False
-    if can and (packed or _packing_pays(products, matrices)):
+    if can and can_pack(products.dtype) and (packed or _packing_pays(products, matrices)):
         products = PackedProducts(products.dtype)
     products.adopt(matrices)
     return products
 
 
 def _packing_pays(plain: Products, matrices: Sequence[Tensor]) -> bool:
-    if sum(matrix.nbytes for matrix in matrices) not in WORTH_PACKING or not can_pack(plain.dtype):
+    if sum(matrix.nbytes for matrix in matrices) not in WORTH_PACKING:
         return False
     sample = [*matrices[:4], matrices[-1][:_TRIED_ROWS_OF_HEAD]]
     packed = PackedProducts(plain.dtype)
