@@ -47,12 +47,15 @@ class Work(NamedTuple):
     layers: int
     trains: bool = False
     """Backward passes too."""
+    packed: bool | None = None
+    """What the engine was asked for: packed matrices always, never, or where they are faster."""
 
-    @property
-    def packs(self) -> bool:
-        """Whether an engine would keep packed matrices beside these, where that is faster."""
-        num_bytes = 4 * self.layers * sum(out * into for out, into in self.matrices)
-        return not self.trains and num_bytes in WORTH_PACKING
+    def packs(self, dtype: torch.dtype) -> bool:
+        """Whether an engine uses packed matrices of this dtype; with `packed` None, whether it tries them."""
+        if self.trains or self.packed is False or (dtype == torch.bfloat16 and has_fast_products()):
+            return False
+        num_bytes = dtype.itemsize * self.layers * sum(out * into for out, into in self.matrices)
+        return (self.packed or num_bytes in WORTH_PACKING) and can_pack(dtype)
 
 
 class Choice(NamedTuple):
@@ -71,7 +74,7 @@ class Choice(NamedTuple):
         return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
 
 
-def work_of(config: Any, *, rows: int, trains: bool = False) -> Work | None:
+def work_of(config: Any, *, rows: int, trains: bool = False, packed: bool | None = None) -> Work | None:
     """Of a transformers configuration; None for families that have no fused passes."""
     if not is_like_llama(config):
         return None
@@ -83,19 +86,27 @@ def work_of(config: Any, *, rows: int, trains: bool = False) -> Work | None:
         rows=rows,
         layers=config.num_hidden_layers,
         trains=trains,
+        packed=packed,
     )
 
 
 def choose_for(
-    model_dir: Path, *, rows: int, trains: bool, fused: bool, deterministic: bool, device: str = "cpu"
+    model_dir: Path,
+    *,
+    rows: int,
+    trains: bool,
+    fused: bool,
+    deterministic: bool,
+    packed: bool | None = None,
+    device: str = "cpu",
 ) -> Choice:
     """What `auto` is for the model in a directory, whose weights are not read; `fused` is whether fused passes may be
-    used for it. Raises ModelError."""
+    used for it, `packed` what its engine was asked for. Raises ModelError."""
     try:
         described = describe(model_dir)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"the model in {model_dir} cannot be loaded as a causal language model: {error}") from error
-    work = work_of(described, rows=rows, trains=trains) if fused else None
+    work = work_of(described, rows=rows, trains=trains, packed=packed) if fused else None
     return choose("auto", work, deterministic=deterministic, device=device)
 
 
@@ -124,19 +135,21 @@ def fastest(seconds: Mapping[str, float]) -> Choice:
 def try_out(work: Work) -> dict[str, float]:
     """Seconds of a round of products in each dtype that this CPU offers: the shortest of some, taken in turns.
 
-    Passes that train in bfloat16 are offered only by MKL's products, whose sums and results are float32. An engine's
-    other products are packed or plain, whichever is faster.
+    Passes that train in bfloat16 are offered only by MKL's products, whose sums and results are float32. An engine that
+    was asked to pack uses packed products; asked for nothing, it uses packed or plain ones, whichever is faster.
     """
     keep_onednn_alive()
-    ways = {"float32": _round_of(work, torch.float32)}
-    if has_fast_products() or not work.trains:
-        ways["bfloat16"] = _round_of(work, torch.bfloat16)
-    if work.packs and can_pack(torch.float32):
-        ways["float32 packed"] = _round_of(work, torch.float32, packed=True)
-    if work.packs and not has_fast_products() and can_pack(torch.bfloat16):
-        ways["bfloat16 packed"] = _round_of(work, torch.bfloat16, packed=True)
+    kinds = KINDS if has_fast_products() or not work.trains else ("float32",)
+    ways = {}
+    for kind in kinds:
+        dtype = Choice(kind).torch_dtype
+        packs = work.packs(dtype)
+        if packs:
+            ways[f"{kind} packed"] = _round_of(work, dtype, packed=True)
+        if not (packs and work.packed):
+            ways[kind] = _round_of(work, dtype)
     found = shortest(ways)
-    return {name: min(found[name], found.get(f"{name} packed", float("inf"))) for name in ways if name in KINDS}
+    return {kind: min(found[name] for name in (kind, f"{kind} packed") if name in found) for kind in kinds}
 
 
 def shortest(

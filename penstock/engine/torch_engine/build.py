@@ -84,7 +84,7 @@ def load_model(config: EmbeddedEngineConfig, model_dir: str, *, deterministic: b
         state = read_weights(directory, described) if fused else None
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"the model in {model_dir} cannot be loaded as a causal language model: {error}") from error
-    work = work_of(described, rows=config.max_running) if fused else None
+    work = work_of(described, rows=config.max_running, packed=config.packed) if fused else None
     dtype = choose(config.dtype, work, deterministic=deterministic, device=config.device).torch_dtype
     model: LanguageModel
     if fused:

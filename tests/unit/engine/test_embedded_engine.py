@@ -98,6 +98,16 @@ def test_auto_is_what_was_faster_for_the_fused_forward_of_a_run_that_need_not_be
     assert model.dtype == (torch.bfloat16 if kind == "llama" and not deterministic else torch.float32)
 
 
+@pytest.mark.parametrize("packed", [None, True, False])
+def test_auto_is_tried_with_matrices_packed_as_they_were_asked_for(
+    packed: bool | None, model_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    monkeypatch.setattr("penstock.models.arithmetic.try_out", lambda work: tried.append(work) or {"float32": 1.0})
+    load_model(EmbeddedEngineConfig(dtype="auto", packed=packed), str(model_dirs["llama"]), deterministic=False)
+    assert [work.packed for work in tried] == [packed]
+
+
 def test_with_mixed_products_keys_and_values_are_bfloat16(
     model_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

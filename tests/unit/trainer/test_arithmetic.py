@@ -46,6 +46,16 @@ def test_what_is_found_takes_the_place_of_auto_and_is_told(model_dir: Path) -> N
     assert "auto" not in arithmetic_line(event) and cpu_name() in arithmetic_line(event)
 
 
+@pytest.mark.parametrize("packed", [None, True, False])
+def test_the_engine_is_tried_with_matrices_packed_as_they_were_asked_for_and_the_trainer_without(
+    packed: bool | None, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    monkeypatch.setattr("penstock.models.arithmetic.try_out", lambda work: tried.append(work) or {"float32": 1.0})
+    find_arithmetic(BOTH.replace("engines.engine.packed", packed), model_dir, None, trains=True)
+    assert {work.trains: work.packed for work in tried} == {True: None, False: packed}
+
+
 def test_an_evaluation_asks_for_the_engine_alone(model_dir: Path) -> None:
     found, event = find_arithmetic(BOTH, model_dir, None, trains=False)
     assert found.train is None and found.engine is not None
