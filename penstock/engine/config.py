@@ -72,7 +72,8 @@ class EmbeddedEngineConfig(EngineConfig):
     packed: bool | None = None
     """Keep a copy of the matrices in the order that the CPU's kernels read, beside the weights: small batches
     are answered faster, for as much memory as the weights take. None: where a trial at the start shows that it pays and
-    the weights are less than 2 GiB. Not in deterministic runs."""
+    the weights are less than 2 GiB. Without effect in deterministic runs, for bfloat16 on a CPU with AMX, with
+    fused=False, for models without fused passes and on other devices than a CPU."""
 
     def problems(self) -> Iterator[str]:
         if self.prefill_chunk_tokens % 32:
