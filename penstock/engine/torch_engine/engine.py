@@ -211,11 +211,6 @@ class EmbeddedEngine:
         """`watch` hears of every stage of every step, in the engine's thread."""
         self._scheduler.watch = watch
 
-    @property
-    def computed_prefixes(self) -> int:
-        """How many prompts were computed; siblings that shared one count once."""
-        return self._scheduler.prefixes.computed
-
     async def close(self) -> None:
         """End the thread after its current step. Pending requests fail. Idempotent."""
         with self._changed:

@@ -31,8 +31,6 @@ class Prefixes:
         self._last: tuple[bytes, Prefix] | None = None
         self._begins_as: dict[bytes, tuple[Prefix, int]] = {}
         """Of a prefix that waits for one that began before it: which, and how many tokens they share."""
-        self.computed = 0
-        """How many prefixes were computed since the engine started."""
 
     def want(self, key: bytes) -> None:
         self._wanted[key] += 1
@@ -57,7 +55,6 @@ class Prefixes:
             self._begins_as[key] = like
         ids = torch.frombuffer(bytearray(key), dtype=torch.int32).to(self._device, torch.long)
         self._kept[key] = Prefix(ids, self._layers, self._dtype)
-        self.computed += 1
 
     def forget(self) -> None:
         """Drop all that was computed: the weights changed, or the memory is given back."""

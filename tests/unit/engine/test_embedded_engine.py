@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 from penstock.engine import EmbeddedEngineConfig
 from penstock.engine.torch_engine.build import load_model
 from penstock.engine.torch_engine.cache import Prefix, SlotCache, round_up
+from penstock.engine.torch_engine.forward import FusedModel
 from penstock.errors import ConfigError, InfrastructureFailure, ModelError, RunError
 from penstock.ports import Completion, Engine
 from penstock.rollout import FailureReason, FinishReason, pack_ids
@@ -222,12 +224,30 @@ def test_deterministic_logprobs_are_the_trainers_too(subjects: dict[str, Subject
         assert_logprobs(subjects["qwen3"], prompt, completion, 1.0)
 
 
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, ...]]:
+    """How many tokens the fused forward computes of each prompt, but its last one, which is decoded."""
+    counts: Counter[tuple[int, ...]] = Counter()
+    prefill = FusedModel.prefill
+
+    def counted(model: FusedModel, parts: list[tuple[Prefix, int]]) -> None:
+        for prefix, count in parts:
+            counts[tuple(prefix.ids.tolist())] += count
+        prefill(model, parts)
+
+    monkeypatch.setattr(FusedModel, "prefill", counted)
+    return counts
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_groups_prompt_is_computed_once(deterministic: bool, model_dirs: dict[str, Path]) -> None:
+def test_a_groups_prompt_is_computed_once(
+    deterministic: bool, model_dirs: dict[str, Path], computed: Counter[tuple[int, ...]]
+) -> None:
     engine = build(model_dirs["llama"], deterministic=deterministic)
     group = [ask(f"{i}", PROMPTS[3], seed=i, max_tokens=5 + 3 * i) for i in range(16)]
     completions = play(engine, *group)
-    assert engine.computed_prefixes == 1
+    beginning = tuple(PROMPTS[3][:-1])
+    assert computed == {beginning: len(beginning)}
     assert len({completion.ids for completion in completions}) == 16
 
 
@@ -241,13 +261,19 @@ def test_answers_to_prompts_that_begin_alike_have_the_logprobs_of_each_alone(
         assert_logprobs(subjects[kind], prompt, completion, 1.0)
 
 
-def test_a_sibling_that_comes_later_copies_a_running_one(subjects: dict[str, Subject]) -> None:
+def test_a_sibling_that_comes_later_copies_a_running_one(
+    subjects: dict[str, Subject], computed: Counter[tuple[int, ...]]
+) -> None:
+    beginning, other = tuple(PROMPTS[3][:-1]), (90, 91, 92)
+
     async def run() -> None:
         async with running(subjects["llama"]) as engine:
             first = asyncio.create_task(engine.generate(ask("first", PROMPTS[3], max_tokens=LONG)))
             await has_made(engine, 2)
+            # The prompt that was computed last is kept; it must not be the sibling's.
+            await engine.generate(ask("other", [*other, 93], max_tokens=1))
             second = await engine.generate(ask("second", PROMPTS[3], seed=9, max_tokens=20))
-            assert engine.computed_prefixes == 1  # type: ignore[attr-defined]
+            assert computed == {beginning: len(beginning), other: len(other)}
             assert_logprobs(subjects["llama"], PROMPTS[3], second, 1.0)
             first.cancel()
 
