@@ -207,10 +207,6 @@ class NativeJudger(ContractJudger):
         """Whether the function runs in worker processes; otherwise on the event loop."""
         return self._caller.pool is not None
 
-    @property
-    def worker_pids(self) -> list[int]:
-        return [] if self._caller.pool is None else self._caller.pool.pids
-
     async def call(self, group: Group, turn: Try) -> list[Answer]:
         reply = await self._caller.call(self._calling.arguments(group), turn.wait_until)
         return as_answers(reply, len(group)) if self.relative else [as_verdict(reply)]

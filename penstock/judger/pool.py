@@ -240,10 +240,6 @@ class WorkerPool:
         self.replaced = 0
         weakref.finalize(self, _kill_at_exit, os.getpid(), self._workers, self._dying)
 
-    @property
-    def pids(self) -> list[int]:
-        return sorted(worker.process.pid for worker in self._workers)
-
     async def call(self, arguments: Arguments, wait_until: float) -> Reply:
         """Run the function in a worker. Waits for a free one until the loop's time `wait_until`. Raises CallFailed."""
         try:

@@ -3,9 +3,10 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from penstock.judger import NativeJudgerConfig
+from penstock.judger import NativeJudgerConfig, worker
 from penstock.rollout import RolloutState, new_rollout
 
 from .machine import Host
@@ -39,6 +40,24 @@ def answered():
         return rollout
 
     return make
+
+
+@pytest.fixture
+def workers():
+    """The living worker processes that this process started since the test began, by their ids, as the system sees."""
+
+    def find():
+        return [child.pid for child in psutil.Process().children() if is_worker(child)]
+
+    before = set(find())
+    return lambda: sorted(set(find()) - before)
+
+
+def is_worker(process):
+    try:
+        return worker.__file__ in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture

@@ -184,7 +184,7 @@ def test_ranks_are_merged_with_scores(rewards, answered):
     assert asyncio.run(run()) == [Verdict(0.625), Verdict(0.125)]
 
 
-def test_training_and_evaluation_share_one_judger_and_its_processes(rewards, answered):
+def test_training_and_evaluation_share_one_judger_and_its_processes(rewards, answered, workers):
     judgers = JudgerSet()
     train = judgers.get(as_judger_config({"a": rewards.length, "b": exact_match}))
     again = judgers.get(as_judger_config({"a": rewards.length, "b": exact_match}))
@@ -195,11 +195,11 @@ def test_training_and_evaluation_share_one_judger_and_its_processes(rewards, ans
 
     async def run():
         await train.judge(answered("abc", data_source="a"))
-        shared = alone.worker_pids
+        shared = workers()
         await alone.judge(answered("abc"))
-        same = alone.worker_pids
+        same = workers()
         await judgers.close()
-        return shared, same, alone.worker_pids
+        return shared, same, workers()
 
     shared, same, left = asyncio.run(run())
     assert len(shared) == 1

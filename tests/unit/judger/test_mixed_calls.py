@@ -113,24 +113,28 @@ def check_mixed_calls(every, timeout_s):
     assert opened <= 3 * IN_FLIGHT
 
 
-def test_with_all_workers_hanging_healthy_calls_are_answered_soon_after_the_deadline(rewards, make_config, answered):
+def test_with_all_workers_hanging_healthy_calls_are_answered_soon_after_the_deadline(
+    rewards, make_config, answered, workers, is_gone
+):
     judger = make_config(rewards.obeys, timeout_s=0.5, num_workers=4).build()
 
     async def run():
         loop = asyncio.get_running_loop()
         await asyncio.gather(*(judger.judge(answered(f"slow {index}")) for index in range(4)))
+        first = workers()
         started = loop.time()
         hanging = [asyncio.create_task(judger.judge(answered("hang"))) for _ in range(4)]
         await asyncio.sleep(0)
         healthy = await asyncio.gather(*(judger.judge(answered(f"score {index}")) for index in range(40)))
         took = loop.time() - started
         answers = await asyncio.gather(*hanging)
-        workers = len(judger.worker_pids)
+        killed = [pid for pid in first if is_gone(pid)]
+        fresh = workers()
         await judger.close()
-        return healthy, took, answers, workers
+        return healthy, took, answers, killed, fresh
 
-    healthy, took, answers, workers = asyncio.run(run())
+    healthy, took, answers, killed, fresh = asyncio.run(run())
     assert healthy == [Verdict(float(index)) for index in range(40)]
     assert took < 0.5 + 2.0
     assert answers == [Unjudged("no answer within 0.5 s; the worker was killed")] * 4
-    assert workers == 4
+    assert len(killed) == len(fresh) == 4

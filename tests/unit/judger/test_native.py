@@ -198,14 +198,21 @@ def test_what_cannot_be_sent_to_a_worker_is_unjudged(rewards, make_config, answe
     assert "cannot be sent" in answer.reason
 
 
-def test_an_async_function_runs_on_the_loop_with_the_deadline(rewards, make_config, answered):
+def test_an_async_function_runs_on_the_loop_with_the_deadline(rewards, make_config, answered, workers):
     judger = make_config(rewards.thinks, timeout_s=0.2).build()
-    answers = judge_all(judger, *map(answered, ["fine", "hang", "raise", "sys.exit"]))
+
+    async def run():
+        answers = await asyncio.gather(*(judger.judge(answered(say)) for say in ("fine", "hang", "raise", "sys.exit")))
+        started = workers()
+        await judger.close()
+        return answers, started
+
+    answers, started = asyncio.run(run())
     assert answers[0] == Verdict(0.25)
     assert answers[1] == Unjudged("no answer within 0.2 s; the call was cancelled")
     assert answers[2].reason == "raised ValueError: no such thing"
     assert answers[3].reason == "raised SystemExit: 1"
-    assert judger.worker_pids == []
+    assert started == []
 
 
 def test_an_async_function_that_ignores_cancellation_does_not_hold_up_the_rollout(rewards, make_config, answered):

@@ -11,6 +11,7 @@ from pathlib import Path
 PROGRAM = """\
 import asyncio, os, subprocess, sys, time
 from pathlib import Path
+import psutil
 from penstock.judger import NativeJudgerConfig
 from penstock.rollout import new_rollout
 from penstock.trainer.heartbeat import Heartbeat
@@ -27,7 +28,7 @@ async def main(behaviour, file):
         if behaviour == "judge":
             judger = NativeJudgerConfig(reward_handler="penstock.judger.exact_match", num_workers=1).build()
             await judger.judge(new_rollout("q", ground_truth="a"))
-            print(*judger.worker_pids, flush=True)
+            print(*(child.pid for child in psutil.Process().children()), flush=True)
             blocks_for_ever()
         if behaviour == "block":
             blocks_for_ever()
