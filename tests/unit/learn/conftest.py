@@ -18,6 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from penstock.learn.batch import TrainBatch, prepare_batch
 from penstock.models.bfloat16 import keep_onednn_alive
 from penstock.rollout import (
     ROOT,
@@ -167,6 +168,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model("llama").save_pretrained(directory)
     (directory / "tokenizer_config.json").write_text("{}")
     return directory
+
+
+@pytest.fixture
+def batch(random_groups: Callable[..., list[Group]]) -> TrainBatch:
+    """Four groups of the first step."""
+    return prepare_batch(random_groups(7, num_groups=4), train_step=1)
 
 
 @pytest.fixture(autouse=True)
