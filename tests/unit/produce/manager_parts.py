@@ -12,6 +12,7 @@ from penstock.testing import EngineScript, ScriptedTask, ScriptedWorld
 
 Seconds = Callable[..., EngineScript]
 NewTask = Callable[..., ScriptedTask]
+
 EXPIRED = ProduceBatchStatus.EXPIRED_BATCH
 NORMAL = ProduceBatchStatus.NORMAL
 
