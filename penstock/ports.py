@@ -42,6 +42,7 @@ from penstock.rollout import (
     Unjudged,
     Verdict,
 )
+from penstock.unbuffered import FileSum
 
 BatchT = TypeVar("BatchT", contravariant=True)
 
@@ -369,8 +370,9 @@ class TrainOutcome(msgspec.Struct, frozen=True, kw_only=True):
 class SavedState(Protocol):
     """The state of a train worker that can be written: as it is, or as it was when a snapshot was taken."""
 
-    async def save(self, directory: Path) -> None:
-        """Write everything that `load` needs, weights and optimiser, as files into an existing directory."""
+    async def save(self, directory: Path) -> Mapping[str, FileSum] | None:
+        """Write everything that `load` needs, weights and optimiser, as files into an existing directory. Returns the
+        sums of what was in memory, by file; files without one are read for it."""
         ...
 
     async def save_hf(self, directory: Path) -> None:

@@ -53,6 +53,7 @@ from penstock.models.bfloat16 import keep_onednn_alive
 from penstock.models.cores import ThreadCount
 from penstock.models.threads import Team, release_threads
 from penstock.rollout import FloatArray
+from penstock.unbuffered import FileSum
 from penstock.weights.digest import with_pool
 from penstock.weights.stored import tensors_checksum
 
@@ -210,15 +211,15 @@ class Learner:
             return ((name, gathered(tensor)) for name, tensor in weights_of(self.model))
         return merged_tensors(self.model) if self._config.lora.sync == "merged" else adapter_tensors(self.model)
 
-    def save(self, directory: Path) -> None:
-        """Weights, optimiser and schedule, as files into `directory`. Raises StorageError.
+    def save(self, directory: Path) -> dict[str, FileSum]:
+        """Weights, optimiser and schedule, as files into `directory`, which are returned. Raises StorageError.
 
         Of sharded weights every rank writes what it has; otherwise the first rank writes everything.
         """
-        if self._sharded:
-            write_state(directory, dict(weights_of(self.model)), self._optimizer_state(), shard=self._peers.rank)
-        elif self._peers.rank == 0:
-            write_state(directory, dict(weights_of(self.model)), self._optimizer_state())
+        if self._peers.rank and not self._sharded:
+            return {}
+        shard = self._peers.rank if self._sharded else None
+        return write_state(directory, dict(weights_of(self.model)), self._optimizer_state(), shard=shard)
 
     def load(self, directory: Path) -> None:
         """What `save` wrote, of any number of ranks. Raises CheckpointError, nothing changed, when it does not fit."""

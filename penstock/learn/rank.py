@@ -38,6 +38,7 @@ from penstock.learn.rounds import PeerFailed, Stopped
 from penstock.learn.save import write_tensors
 from penstock.learn.step_metrics import StepReport
 from penstock.rollout import FloatArray
+from penstock.unbuffered import FileSum
 from penstock.weights.broadcast import join_store, open_store
 from penstock.weights.channel import Writer, WriterSettings, build_writer
 from penstock.weights.stored import StoredWeights
@@ -142,14 +143,14 @@ class Rank:
 
     # State.
 
-    def save(self, directory: str) -> None:
-        """What this rank has to write of a checkpoint. Raises StorageError."""
+    def save(self, directory: str) -> dict[str, FileSum]:
+        """What this rank has to write of a checkpoint: its files. Raises StorageError."""
         path = Path(directory) / self._rng_file
         try:
-            write_tensors(path, rng_tensors())
+            written = write_tensors(path, rng_tensors())
         except OSError as error:
             raise StorageError(f"rank {self._setup.rank}: {path} could not be written: {error}") from error
-        self._learner.save(Path(directory))
+        return {path.name: written} | self._learner.save(Path(directory))
 
     def load(self, directory: str) -> None:
         """Of a checkpoint of any number of ranks. Random numbers go on where a rank of this number left them."""

@@ -29,6 +29,7 @@ from penstock.learn.batch import TrainBatch
 from penstock.learn.rank import Rank, RankSetup, StatePart
 from penstock.learn.step_metrics import StepReport
 from penstock.rollout import FailureReason, FloatArray
+from penstock.unbuffered import FileSum
 from penstock.weights.channel import WriterSettings
 from penstock.weights.shared_memory import SharedMemoryBuffer
 from penstock.weights.stored import SharedMemoryWeights, StoredWeights
@@ -44,7 +45,7 @@ METHODS: dict[str, tuple[Any, Any]] = {
     "stop": (tuple[int], None),
     "score": (tuple[TrainBatch], dict[str, list[FloatArray]]),
     "score_reference": (tuple[TrainBatch], dict[str, list[FloatArray]]),
-    "save": (tuple[str], None),
+    "save": (tuple[str], dict[str, FileSum]),
     "load": (tuple[str], None),
     "save_hf": (tuple[str], None),
     "keep": (tuple[bool], SharedMemoryWeights),

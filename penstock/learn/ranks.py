@@ -33,6 +33,7 @@ from penstock.learn.step_metrics import StepReport, outcome
 from penstock.learn.thread import OwnLoop
 from penstock.ports import TrainOutcome
 from penstock.rollout import FloatArray
+from penstock.unbuffered import FileSum
 from penstock.weights.channel import WriterSettings
 from penstock.weights.stored import StoredWeights
 
@@ -102,9 +103,10 @@ class TrainRanks:
         scores = {rollout: segments for part in parts for rollout, segments in part.items()}
         return {answer.rollout_id: scores[answer.rollout_id] for answer in batch.answers}
 
-    async def save(self, directory: Path) -> None:
+    async def save(self, directory: Path) -> dict[str, FileSum]:
         """Every rank writes its part; all of them must see the directory. Raises StorageError."""
-        await self._call("save", _name(directory))
+        parts = await self._call("save", _name(directory))
+        return {name: written for part in parts for name, written in part.items()}
 
     async def snapshot(self, *, optimizer: bool, export: bool) -> None:
         """None: the ranks write what they hold themselves, before they go on."""

@@ -1,4 +1,4 @@
-"""Tensors to files, with the permissions of any other file; model directories that are whole or not there."""
+"""Tensors to files; model directories that are whole or not there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from penstock.errors import StorageError
+from penstock.unbuffered import FileSum, write_unbuffered
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,20 +21,37 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises OSError when the disk fails, RuntimeError when two of the tensors share memory."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+_DTYPES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+    "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+}  # fmt: skip
+"""What safetensors calls them."""
 
-    path.touch()
-    mode = path.stat().st_mode
-    try:
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:
-        # It has no error of its own for a disk that is full.
-        raise OSError(f"{path}: {error}") from error
-    # safetensors makes a file that only its owner may read.
-    path.chmod(mode)
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileSum:
+    """A safetensors file. It is not flushed; its sum is of what is in memory.
+
+    Raises OSError when the disk fails, RuntimeError when two of the tensors share memory.
+    """
+    import torch
+
+    flat = {name: tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for name, tensor in tensors.items()}
+    places: dict[int, str] = {}
+    for name, content in flat.items():
+        if len(content) and (other := places.setdefault(content.data_ptr(), name)) != name:
+            raise RuntimeError(f"{path.name}: {other} and {name} share memory; give one of them")
+    # Wide numbers first, so that each lies where a processor wants it.
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    described: dict[str, Any] = {}
+    end = 0
+    for name in order:
+        start, end = end, end + len(flat[name])
+        dtype = _DTYPES[str(tensors[name].dtype).removeprefix("torch.")]
+        described[name] = {"dtype": dtype, "shape": list(tensors[name].shape), "data_offsets": [start, end]}
+    header = msgspec.json.encode(described)
+    header += b" " * (-len(header) % 8)
+    begin = memoryview(len(header).to_bytes(8, "little") + header)
+    return write_unbuffered(path, [begin, *(flat[name].numpy().data for name in order)])
 
 
 def holds_tensors(path: Path, tensors: Mapping[str, Tensor]) -> bool:

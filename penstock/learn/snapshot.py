@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.learn.state import write_state
+from penstock.unbuffered import FileSum
 
 ALIGNMENT = 64
 
@@ -29,9 +30,9 @@ class Snapshot:
         self._optimizer = optimizer
         self._export = export
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> dict[str, FileSum]:
         """As the learner's own, then. Raises StorageError."""
-        write_state(directory, self._weights, self._optimizer, changing=False)
+        return write_state(directory, self._weights, self._optimizer, changing=False)
 
     def save_hf(self, directory: Path) -> None:
         """As the learner's own, then. Raises StorageError."""

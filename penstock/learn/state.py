@@ -25,6 +25,7 @@ from penstock.errors import CheckpointError, StorageError
 from penstock.learn.lora import adapters_of, own_tensors
 from penstock.learn.save import holds_tensors, write_tensors
 from penstock.learn.shard import own, own_rows
+from penstock.unbuffered import FileSum
 
 MODEL, OPTIMIZER = "model", "optimizer"
 
@@ -69,18 +70,20 @@ def write_state(
     *,
     shard: int | None = None,
     changing: bool = True,
-) -> None:
-    """Raises StorageError when the disk fails. `changing` tensors, which others may write to meanwhile, are compared
-    with what was written, and StorageError is raised when that is something else."""
+) -> dict[str, FileSum]:
+    """The files with their sums. `changing` tensors, which others may write to meanwhile, are compared with what was
+    written. Raises StorageError when that is something else, or the disk fails."""
+    sums: dict[str, FileSum] = {}
     for name, tensors in ((MODEL, weights), (OPTIMIZER, optimizer)):
         path = directory / _file_name(name, shard)
         rows = {key: own(tensor) for key, tensor in tensors.items()}
         try:
-            write_tensors(path, rows)
+            sums[path.name] = write_tensors(path, rows)
             if changing and not holds_tensors(path, rows):
                 raise OSError("it is not what was given; something changed it while it was written")
         except OSError as error:
             raise StorageError(f"{path} could not be written: {error}") from error
+    return sums
 
 
 def read_state(directory: Path, model: Any, parameters: Parameters) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -23,6 +23,7 @@ from penstock.learn.step_metrics import outcome
 from penstock.learn.thread import OwnThread, result_of
 from penstock.ports import TrainOutcome
 from penstock.rollout import FloatArray
+from penstock.unbuffered import FileSum
 
 
 class TorchTrainWorker:
@@ -71,9 +72,9 @@ class TorchTrainWorker:
         """The same of the reference model. Raises RunError where there is none."""
         return await self._thread.run(lambda: self._learner.score_reference(batch))
 
-    async def save(self, directory: Path) -> None:
+    async def save(self, directory: Path) -> dict[str, FileSum]:
         """Write `model.safetensors` and `optimizer.safetensors`. Raises StorageError."""
-        await self._thread.run(lambda: self._learner.save(directory))
+        return await self._thread.run(lambda: self._learner.save(directory))
 
     async def load(self, directory: Path) -> None:
         """Go on from what `save` wrote, to the bit. Raises CheckpointError, nothing changed, when it does not fit."""
@@ -112,9 +113,9 @@ class WorkerSnapshot:
         self._taken = taken
         self._thread = thread
 
-    async def save(self, directory: Path) -> None:
+    async def save(self, directory: Path) -> dict[str, FileSum]:
         taken = await result_of(self._taken)
-        await self._thread.run(lambda: taken.save(directory))
+        return await self._thread.run(lambda: taken.save(directory))
 
     async def save_hf(self, directory: Path) -> None:
         taken = await result_of(self._taken)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.replay.disk import Connection, Disk, SqliteDisk
 from penstock.trainer.files import Files
+from penstock.unbuffered import FileSum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,9 +154,9 @@ class FaultyFiles(Files):
         self._operation(path)
         super().write(path, content)
 
-    def write_tensors(self, path: Path, tensors: dict[str, Tensor]) -> None:
+    def write_tensors(self, path: Path, tensors: dict[str, Tensor]) -> FileSum:
         self._operation(path)
-        super().write_tensors(path, tensors)
+        return super().write_tensors(path, tensors)
 
     def flush(self, path: Path) -> None:
         self._operation(path)

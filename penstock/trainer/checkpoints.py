@@ -23,7 +23,6 @@ import hashlib
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,8 @@ from penstock.errors import CheckpointError, StorageError
 from penstock.learn.save import holds_tensors
 from penstock.learn.thread import OwnThread
 from penstock.trainer.files import Files
-from penstock.trainer.manifest import HASH_THREADS, MANIFEST, Manifest, damage, looks_whole, read_manifest
+from penstock.trainer.manifest import MANIFEST, Manifest, damage, looks_whole, read_manifest
+from penstock.unbuffered import FileSum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,8 +45,8 @@ UNFINISHED, REMOVING, REPLACED, ABANDONED = ".unfinished-", ".removing-", ".repl
 _STEP = re.compile(r"step-(\d{6,})")
 _PLAIN = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
-Fill = Callable[[Path], Awaitable[None]]
-"""Writes files into a draft."""
+Fill = Callable[[Path], Awaitable[Mapping[str, FileSum] | None]]
+"""Writes files into a draft, and may tell the sums of what it meant to write: what it does not tell is read."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,9 +159,8 @@ class CheckpointStore:
         draft = self.directory / f"{UNFINISHED}{final.name}"
         with self._storage_errors(f"checkpoint {final} could not be written", undo=lambda: self._undo(final)):
             await self._thread.run(lambda: self._begin(draft, step))
-            if fill is not None:
-                await fill(draft)
-            await self._thread.run(lambda: self._seal(draft, step, entries, texts, config_hash(config)))
+            known = (await fill(draft) or {}) if fill is not None else {}
+            await self._thread.run(lambda: self._seal(draft, step, entries, texts, known, config_hash(config)))
             await self._thread.run(lambda: self._install(draft, final))
         return final
 
@@ -226,26 +225,25 @@ class CheckpointStore:
         step: int,
         tensors: dict[str, dict[str, Tensor]],
         texts: dict[str, bytes],
+        known: Mapping[str, FileSum],
         config_hash: str,
     ) -> None:
         """Add what is given to the files that are there, flush all of them, and name them in the manifest."""
+        sums = dict(known)
         for name, entry in tensors.items():
-            self._files.write_tensors(draft / name, entry)
+            sums[name] = self._files.write_tensors(draft / name, entry)
         for name, content in texts.items():
             self._files.write(draft / name, content)
         paths = sorted(draft.iterdir())
         wrong = [path.name for path in paths if not path.is_file() or not _PLAIN.fullmatch(path.name)]
         if wrong:
             raise ValueError(f"{draft.name} holds {wrong}; a checkpoint is plain files in one directory")
-        # Files are summed while all are flushed and compared.
-        with ThreadPoolExecutor(HASH_THREADS) as pool:
-            sums = {path.name: pool.submit(self._files.checksum, path) for path in paths}
-            for path in paths:
-                self._files.flush(path)
-            for name, entry in tensors.items():
-                if not holds_tensors(draft / name, entry):
-                    raise OSError(f"{name} is not what was given; something changed it while it was written")
-            by_name = {name: running.result() for name, running in sums.items()}
+        for path in paths:
+            self._files.flush(path)
+        for name, entry in tensors.items():
+            if not holds_tensors(draft / name, entry):
+                raise OSError(f"{name} is not what was given; something changed it while it was written")
+        by_name = {path.name: sums.get(path.name) or self._files.checksum(path) for path in paths}
         self._files.write(draft / MANIFEST, Manifest(step=step, config_hash=config_hash, files=by_name).encode())
         self._files.flush(draft / MANIFEST)
         self._files.flush(draft)

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import CheckpointError
-from penstock.trainer.files import Files, FileSum
+from penstock.trainer.files import Files
+from penstock.unbuffered import FileSum
 
 FORMAT = 1
 MANIFEST = "manifest.json"

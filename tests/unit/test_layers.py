@@ -15,8 +15,8 @@ PACKAGE = Path(__file__).parents[2] / "penstock"
 
 # Each imports only from its left; parts between two bars do not import each other.
 LAYERS = (
-    "lazy, tokens | rollout, played | errors | config, environment, garbage, wire, child | events, ports | resources"
-    " | data, replay, judger"
+    "lazy, tokens, unbuffered | rollout, played | errors | config, environment, garbage, wire, child | events, ports"
+    " | resources | data, replay, judger"
     " | agent_loop | produce | models | weights | learn, engine | trainer | testing | plan"
     " | cluster, view, recipes | cli"
 )
