@@ -9,6 +9,7 @@ test compares the pages with what this makes of the code as it is.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -196,6 +197,7 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+@functools.cache
 def _attribute_docs(cls: type) -> dict[str, str]:
     """The strings that stand below the fields of a class."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))

@@ -51,15 +51,28 @@ def penstock(commands, model_cache, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def tiny_run(model_cache, make_known):
-    """The run directory of `penstock train tiny`, as a shell starts it: run once, for all test processes."""
+def tiny_run(model_cache, make_known, size):
+    """The run directory of `penstock train tiny`, as a shell starts it: run once, for all test processes.
+
+    In `make test` the first 30 of its 50 steps, in which it learns as much.
+    """
     make_known("tiny")
+    steps = size(30, 50, 50)
     home = model_cache.parent
     with (home / "tiny_run.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (home / "run" / "summary.json").exists():
             run = subprocess.run(
-                [sys.executable, "-m", "penstock.cli", "train", "tiny", "--run-dir", "run"],
+                [
+                    sys.executable,
+                    "-m",
+                    "penstock.cli",
+                    "train",
+                    "tiny",
+                    "--run-dir",
+                    "run",
+                    f"--set=total_steps={steps}",
+                ],
                 cwd=home,
                 env=os.environ | {"PENSTOCK_HOME": str(home)},
                 stdout=subprocess.PIPE,

@@ -5,7 +5,7 @@ import itertools
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.rollout import (
@@ -31,7 +31,6 @@ def rollout(status: Status = Status.COMPLETED) -> RolloutState:
     return made
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans(), st.integers(0, 4)), max_size=20))
 def test_the_four_columns_of_an_answer_always_have_one_length(pieces: list[tuple[int, bool, int]]) -> None:
     tokens = NO_TOKENS

@@ -67,7 +67,7 @@ def test_reversed_words_and_sorted_letters(tokenizer):
         assert prompt.ground_truth == "".join(sorted(prompt.messages[0]["content"], key="cab".index))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(max_number=st.integers(1, 15), seed=st.integers(-5, 1000), share=st.floats(0.01, 0.99))
 def test_the_splits_of_addition_partition_all_pairs(max_number, seed, share):
     pairs = (max_number + 1) ** 2
@@ -83,7 +83,7 @@ def test_the_splits_of_addition_partition_all_pairs(max_number, seed, share):
     assert len({*train, *held}) == len(train) + len(held) == pairs
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     alphabet=st.sampled_from(["a", "ab", "xyz", "abcdef"]),
     lengths=st.tuples(st.integers(1, 3), st.integers(1, 3)).map(sorted),

@@ -395,4 +395,4 @@ class Engines(RuleBasedStateMachine):
 
 
 TestEngines = Engines.TestCase
-TestEngines.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestEngines.settings = settings(max_examples=150, stateful_step_count=40)

@@ -112,7 +112,7 @@ def test_a_prompt_does_not_wait_for_one_that_nobody_wants_any_more() -> None:
 PROMPTS = [[*TOLD[:common], *range(first, first + 3)] for common in (0, 5, 9, 20) for first in (1, 2, 50)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     moves=st.lists(
         st.one_of(

@@ -29,7 +29,7 @@ def draw(logits: Any, uniform: Any, *, temperature: float = 1.0, **how: Any) -> 
     return ids.tolist(), logprobs
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=SEEDS, first=st.integers(0, 10**9))
 def test_the_ith_uniform_is_a_function_of_seed_and_i(seed: int, first: int) -> None:
     run = uniforms(np.full(4, fold_seed(seed)), np.arange(first, first + 4))
@@ -51,7 +51,7 @@ def test_uniforms_of_neighbouring_seeds_look_independent() -> None:
     assert len(np.unique(table)) == count * count
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     weights=arrays.arrays(
         np.float32,
@@ -76,7 +76,7 @@ def test_the_inverse_cdf_finds_the_token_and_never_one_of_probability_0(
         assert after - row[index] / total - 1e-6 <= uniform <= after + 1e-6
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(uniform=UNIFORMS)
 def test_a_certain_token_is_always_drawn(uniform: float) -> None:
     logits = np.full((1, 300), -np.inf)
@@ -98,7 +98,7 @@ def test_samples_follow_the_distribution() -> None:
         assert np.abs(seen - expected).sum() / 2 < 0.03
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     logits=arrays.arrays(np.float32, (3, 150), elements=st.floats(-30, 30, width=32)),
     uniform=UNIFORMS,
@@ -110,7 +110,7 @@ def test_logprobs_are_log_softmax_at_the_temperature(logits: Any, uniform: float
     np.testing.assert_allclose(logprobs, expected[np.arange(3), ids], atol=1e-4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     logits=arrays.arrays(np.float32, (2, 40), elements=st.floats(-8, 8, width=32)),
     uniform=UNIFORMS,

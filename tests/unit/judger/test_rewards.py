@@ -16,7 +16,7 @@ from penstock.judger import (
 )
 from penstock.rollout import Verdict
 
-steady = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+steady = settings(derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 def test_exact_match_ignores_white_space_around():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.judger.worker import as_reply
 
-steady = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+steady = settings(derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.just("score"), inner),

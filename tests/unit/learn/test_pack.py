@@ -88,7 +88,7 @@ def _with_holes(batch: TrainBatch, rng: np.random.Generator) -> TrainBatch:
     return replace(batch, groups=[batch.groups[0], *groups])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), max_tokens=st.integers(1, 120), share_prompts=st.booleans(), one_row=st.booleans())
 def test_any_batch_is_packed_whole_within_the_budget(
     random_groups: RandomGroups, seed: int, max_tokens: int, share_prompts: bool, one_row: bool
@@ -107,7 +107,7 @@ def _segments_of(batch: TrainBatch, micro: MicroBatch) -> set[int]:
     return set(np.searchsorted(ends, micro.token_index, side="right").tolist())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     max_tokens=st.integers(1, 200),
@@ -146,7 +146,7 @@ def _after(segment: TrainSegment, more: int) -> TrainSegment:
     return replace(segment, start=segment.start + more) if segment.parent == ROOT else segment
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10_000), max_tokens=st.integers(1, 400), share_prompts=st.booleans())
 def test_prompts_that_begin_alike_are_packed_as_if_each_stood_alone(
     random_trees: RandomGroups, seed: int, max_tokens: int, share_prompts: bool
@@ -173,7 +173,7 @@ def test_what_several_prompts_begin_with_stands_once_in_a_row(group_of: Callable
     assert all(len(micro.lengths) == 4 for micro in pack(batch, max_tokens=1_000))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10_000), max_tokens=st.integers(20, 400))
 def test_no_token_of_a_tree_stands_twice_in_a_piece(random_trees: RandomGroups, seed: int, max_tokens: int) -> None:
     batch = prepare_batch(random_trees(seed, num_groups=2, k=3), train_step=1)

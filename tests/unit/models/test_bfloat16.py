@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.models.bfloat16 import amx_is_hidden, has_fast_products, keep_onednn_alive, product
@@ -28,7 +28,6 @@ def matrix(rows: int, columns: int, *, transposed: bool, padding: int, seed: int
     return whole[:, :rows].t() if transposed else whole[:, :columns]
 
 
-@settings(deadline=None)
 @given(SIZE, SIZE, SIZE, st.booleans(), st.booleans(), st.integers(0, 3), st.booleans(), st.booleans())
 def test_a_product_is_the_float32_sum_of_the_bfloat16_products(
     m: int, n: int, k: int, a_turned: bool, b_turned: bool, padding: int, add: bool, given_out: bool

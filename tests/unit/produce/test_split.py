@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.produce.split import split_batch
@@ -13,7 +13,6 @@ weights = st.dictionaries(st.sampled_from("abcde"), st.one_of(st.just(0.0), st.f
 )
 
 
-@settings(deadline=None)
 @given(weights, st.integers(1, 200), st.integers(1, 10_000))
 def test_a_split_sums_to_the_batch_and_is_never_negative(chosen: dict[str, float], n: int, step: int) -> None:
     sizes = split_batch(chosen, n, step)
@@ -22,7 +21,6 @@ def test_a_split_sums_to_the_batch_and_is_never_negative(chosen: dict[str, float
     assert min(sizes.values()) >= 0
 
 
-@settings(deadline=None)
 @given(weights, st.integers(1, 50), st.randoms())
 def test_a_split_does_not_depend_on_when_and_how_often_it_is_asked(
     chosen: dict[str, float], n: int, rng: random.Random
@@ -33,7 +31,6 @@ def test_a_split_does_not_depend_on_when_and_how_often_it_is_asked(
     assert all(split_batch(chosen, n, step) == in_order[step] for step in steps)
 
 
-@settings(deadline=None)
 @given(weights, st.integers(1, 50), st.integers(1, 60))
 def test_every_task_has_its_exact_share_in_the_long_run(chosen: dict[str, float], n: int, steps: int) -> None:
     totals: Counter[str] = Counter()

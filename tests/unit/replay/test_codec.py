@@ -110,7 +110,7 @@ def rollouts(draw: Any, prompt: Prompt) -> RolloutState:
 whole_groups = prompts.flatmap(lambda prompt: st.lists(rollouts(prompt), min_size=1, max_size=3))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(whole_groups)
 def test_a_group_comes_back_as_it_was(group: Group) -> None:
     statuses = tuple(rollout.status for rollout in group)
@@ -133,7 +133,7 @@ def test_every_field_of_a_rollout_is_stored() -> None:
     assert set(StoredTurn.__struct_fields__) == {"turn"} | tokens | place
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(some_tokens(), all_turns, st.integers(ROOT, 3), st.integers(0, 9))
 def test_a_finished_turn_comes_back_as_it_was(tokens: Tokens, turn: Turn, parent: int, start: int) -> None:
     finished = FinishedTurn(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import IllegalTransition
@@ -40,7 +40,6 @@ def test_what_is_discarded_stays_discarded() -> None:
     assert ALLOWED[S.DISCARDED] == frozenset()
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 2**32), moves=st.integers(0, 200))
 def test_any_walk_through_the_diagram_conserves_the_groups(seed: int, moves: int) -> None:
     rng = random.Random(seed)

@@ -207,7 +207,6 @@ def test_memory_and_ledger_agree_through_any_run_with_any_crashes(groups: Any, n
         settings=settings(
             max_examples=EXAMPLES,
             stateful_step_count=30,
-            deadline=None,
             derandomize=True,
             suppress_health_check=list(HealthCheck),
         ),

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.replay.shelf import Entry, Order, Shelf
@@ -16,7 +16,6 @@ def entry(sequence: int, expires_at: int) -> Entry:
     return made
 
 
-@settings(deadline=None)
 @given(expiries, st.sampled_from(["fifo", "stalest_first"]), st.randoms(use_true_random=False))
 def test_groups_leave_in_replay_order_however_they_came(found: list[int], order: Order, rng: object) -> None:
     shelf = Shelf(order)
@@ -29,7 +28,6 @@ def test_groups_leave_in_replay_order_however_they_came(found: list[int], order:
     assert [shelf.pop_first() for _ in range(len(shelf))] == sorted(entries, key=key)
 
 
-@settings(deadline=None)
 @given(expiries, st.integers(0, 12), st.sampled_from(["fifo", "stalest_first"]))
 def test_exactly_the_expired_leave_and_the_rest_keep_their_order(found: list[int], step: int, order: Order) -> None:
     shelf = Shelf(order)

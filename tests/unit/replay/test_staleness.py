@@ -59,7 +59,6 @@ def test_a_version_from_a_lost_lineage_is_not_negative() -> None:
     assert calculate_seq_staleness(model_step=9, train_step=5) == 0
 
 
-@settings(deadline=None)
 @given(runs, rules, st.integers(1, 40))
 def test_the_step_of_expiry_agrees_with_the_definition(
     model_steps: list[Any], rule: StaleRule, train_step: int
@@ -68,7 +67,6 @@ def test_the_step_of_expiry_agrees_with_the_definition(
     assert (rule.expires_at(found) <= train_step) == is_expired(found, rule, train_step)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(runs, st.sampled_from(Status)), min_size=1, max_size=4), rules, st.integers(1, 40))
 def test_marking_expires_exactly_what_is_too_stale_and_says_what_is_next(
     parts: list[Any], rule: StaleRule, train_step: int
@@ -104,7 +102,7 @@ def test_the_model_steps_are_those_that_decide_the_expiry() -> None:
     assert ModelSteps.of(group) == ModelSteps(2, 5, 9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rule=rules, made=st.lists(runs, min_size=1, max_size=4))
 def test_the_model_steps_say_when_the_first_rollout_of_a_group_expires(
     rule: StaleRule, made: list[list[tuple[int, int]]]

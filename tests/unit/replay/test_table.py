@@ -49,7 +49,7 @@ boats = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows=boats)
 def test_rows_come_back_as_they_were_in_order_of_their_key(tmp_path_factory: Any, rows: list[Boat]) -> None:
     connection = SqliteDisk().connect(tmp_path_factory.mktemp("boats") / "boats.sqlite")
@@ -83,7 +83,6 @@ def test_a_row_that_was_changed_beside_the_ledger_is_named(connection: Connectio
         list(BOATS.read(connection, Path("boats.sqlite")))
 
 
-@settings(deadline=None)
 @given(st.binary(min_size=1, max_size=64), st.data())
 def test_one_flipped_bit_changes_the_checksum(content: bytes, data: st.DataObject) -> None:
     bit = data.draw(st.integers(0, 8 * len(content) - 1))

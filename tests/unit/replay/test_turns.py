@@ -411,7 +411,7 @@ async def play(buffer: ReplayBuffer, groups: Any, plan: list[Step], after: Calla
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=steps)
 def test_a_crash_after_any_write_keeps_every_turn_that_was_flushed_and_invents_none(
     tmp_path_factory: Any, groups: Any, open_buffer: Any, new_disk: Any, copy_run: Any, threaded: bool, plan: list[Step]

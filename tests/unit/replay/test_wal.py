@@ -4,14 +4,13 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import LedgerError
 from penstock.replay import wal
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=50).map(lambda half: half * 8), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
 def test_the_checksum_is_that_of_the_loop_over_words(content: bytes, first: int, second: int) -> None:
     expected = [first, second]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
@@ -135,7 +135,6 @@ def test_a_stage_that_hangs_is_an_alarm_though_nothing_happens() -> None:
     display.close()
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 200),
     st.integers(1, 10**9),

@@ -16,7 +16,7 @@ def checksum(tensors: dict[str, torch.Tensor]) -> str:
     return with_pool(lambda pool: tensors_checksum(tensors, pool))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=st.integers(1, 20_000), where=st.integers(0, 10**9), bit=st.integers(0, 7))
 def test_every_bit_counts(size: int, where: int, bit: int) -> None:
     data = torch.from_numpy(np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8))
