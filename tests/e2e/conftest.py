@@ -54,25 +54,16 @@ def penstock(commands, model_cache, tmp_path):
 def tiny_run(model_cache, make_known, size):
     """The run directory of `penstock train tiny`, as a shell starts it: run once, for all test processes.
 
-    In `make test` the first 30 of its 50 steps, in which it learns as much.
+    On one thread: the other cores have tests. In `make test` 30 of its 50 steps, in which it learns as much.
     """
     make_known("tiny")
-    steps = size(30, 50, 50)
+    settings = (f"--set=total_steps={size(30, 50, 50)}", "--set=cpu_threads=1")
     home = model_cache.parent
     with (home / "tiny_run.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (home / "run" / "summary.json").exists():
             run = subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "penstock.cli",
-                    "train",
-                    "tiny",
-                    "--run-dir",
-                    "run",
-                    f"--set=total_steps={steps}",
-                ],
+                [sys.executable, "-m", "penstock.cli", "train", "tiny", "--run-dir", "run", *settings],
                 cwd=home,
                 env=os.environ | {"PENSTOCK_HOME": str(home)},
                 stdout=subprocess.PIPE,

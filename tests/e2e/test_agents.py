@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import openai
 import pytest
 
 from penstock import LLMJudgerConfig, SampleParams
@@ -315,6 +314,8 @@ async def _judged_by(base_url, key, response):
 
 @pytest.mark.long_tier
 def test_a_trained_run_is_served_to_any_client(tiny_run, penstock):
+    import openai
+
     server = penstock("serve", str(tiny_run), "--port", "0", "--max-tokens", "8")
     try:
         assert server.stdout is not None

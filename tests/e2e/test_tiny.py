@@ -61,11 +61,9 @@ def test_the_ledger_lists_groups_by_state_and_saved_rollouts_by_their_words(tiny
     assert code == 0 and len(lines) == 2 and all("state trained  train_step 1" in line for line in lines)
     assert said("--state", "discarded") == (0, ["none"])
     last = max((tiny_run / "trajectories").glob("step-*.jsonl"))
-    row = json.loads(last.read_text().splitlines()[0])
+    row, step = json.loads(last.read_text().splitlines()[0]), int(last.stem.removeprefix("step-"))
     code, lines = said("--find", row["answer"], "--limit", "1000")
-    assert code == 0 and any(
-        f"step {int(last.stem[5:])}  rollout {row['rollout_id']}  reward" in line for line in lines
-    )
+    assert code == 0 and any(f"step {step}  rollout {row['rollout_id']}  reward" in line for line in lines)
     code, lines = said("--state", "trainde")
     assert code == 2 and "Did you mean 'trained'?" in lines[-1]
 

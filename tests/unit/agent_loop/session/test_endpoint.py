@@ -8,11 +8,9 @@ import json
 import random
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 from session_clients import Talk, user
 from starlette.routing import Mount, Route
@@ -23,6 +21,10 @@ from penstock.agent_loop.session.server import Access, SessionServer
 from penstock.agent_loop.session.session import SessionRules
 from penstock.rollout import ROOT
 from penstock.testing import EngineFaults
+
+if TYPE_CHECKING:  # Their imports take seconds, and every test process collects this file.
+    import anthropic
+    import openai
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -42,9 +44,13 @@ class Served(Talk):
         return httpx.AsyncClient(base_url=self.root, headers=headers, timeout=20)
 
     def openai(self, **options: Any) -> openai.AsyncOpenAI:
+        import openai
+
         return openai.AsyncOpenAI(base_url=self.access.base_url, api_key=self.access.key, **options)
 
     def anthropic(self) -> anthropic.AsyncAnthropic:
+        import anthropic
+
         return anthropic.AsyncAnthropic(base_url=self.root, api_key=self.access.key)
 
 
@@ -131,6 +137,9 @@ def three_turns_of_anthropic(client: anthropic.Anthropic, *, stream: bool) -> No
 
 
 async def play_with(client: str, talk: Served) -> None:
+    import anthropic
+    import openai
+
     known: Any = {"base_url": talk.access.base_url, "api_key": talk.access.key, "max_retries": 0}
     name, _, how = client.partition(" ")
     if client == "openai async":
@@ -214,6 +223,9 @@ def test_completions_and_models_and_counts_are_served() -> None:
 
 
 def test_errors_have_the_shape_of_the_api_that_was_called() -> None:
+    import anthropic
+    import openai
+
     hello: Any = [user("hello")]
 
     async def ask_openai(client: openai.AsyncOpenAI) -> None:
