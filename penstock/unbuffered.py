@@ -7,6 +7,7 @@ file that is read back is compared with that.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -20,6 +21,8 @@ import msgspec
 BLOCK = 8 << 20
 """Bytes that are handed over at once, from memory and to places that any disk takes."""
 DIRECT: int = getattr(os, "O_DIRECT", 0)
+_NO_WAY = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""What file systems answer that have no way past the cache."""
 
 
 class FileSum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,16 +63,17 @@ def sum_unbuffered(path: Path) -> FileSum:
 
 class _File:
     def __init__(self, path: Path, flags: int) -> None:
+        self.block = memoryview(mmap.mmap(-1, BLOCK))
+        """Memory that the system can hand to the disk as it is."""
         try:
             self._descriptor = os.open(path, flags | DIRECT, 0o666)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in _NO_WAY:
                 raise
-            self._descriptor = os.open(path, flags, 0o666)  # a file system that has no way past the cache
-        self.block = memoryview(mmap.mmap(-1, BLOCK))
-        """Memory that the system can hand to the disk as it is."""
-        if hasattr(os, "posix_fadvise"):  # what the cache holds of it already is forgotten
-            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            self._descriptor = os.open(path, flags, 0o666)
+        if hasattr(os, "posix_fadvise"):  # what the cache holds of it already is forgotten; no more than advice
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     @property
     def size(self) -> int:
@@ -92,7 +96,7 @@ class _File:
         try:
             return move()
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in _NO_WAY:
                 raise
         self.go_through_the_cache()  # some file systems refuse only now
         return move()

@@ -22,8 +22,11 @@ TOKENIZER_FILES = (
 
 
 _DTYPES = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
-    "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+    "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "complex64": "C64",
 }  # fmt: skip
 """What safetensors calls them."""
 
@@ -31,7 +34,8 @@ _DTYPES = {
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileSum:
     """A safetensors file. It is not flushed; its sum is of what is in memory.
 
-    Raises OSError when the disk fails, RuntimeError when two of the tensors share memory.
+    Raises OSError when the disk fails, RuntimeError when two of the tensors begin at the same memory or one is of a
+    kind that such a file cannot hold.
     """
     import torch
 
@@ -46,8 +50,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileSum:
     end = 0
     for name in order:
         start, end = end, end + len(flat[name])
-        dtype = _DTYPES[str(tensors[name].dtype).removeprefix("torch.")]
-        described[name] = {"dtype": dtype, "shape": list(tensors[name].shape), "data_offsets": [start, end]}
+        dtype = str(tensors[name].dtype).removeprefix("torch.")
+        if dtype not in _DTYPES:
+            raise RuntimeError(f"{path.name}: {name} is {dtype}, which safetensors has no name for")
+        described[name] = {"dtype": _DTYPES[dtype], "shape": list(tensors[name].shape), "data_offsets": [start, end]}
     header = msgspec.json.encode(described)
     header += b" " * (-len(header) % 8)
     begin = memoryview(len(header).to_bytes(8, "little") + header)

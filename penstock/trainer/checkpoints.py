@@ -238,6 +238,8 @@ class CheckpointStore:
         wrong = [path.name for path in paths if not path.is_file() or not _PLAIN.fullmatch(path.name)]
         if wrong:
             raise ValueError(f"{draft.name} holds {wrong}; a checkpoint is plain files in one directory")
+        if gone := sorted(sums.keys() - {path.name for path in paths}):
+            raise OSError(f"{', '.join(gone)} of it was written and is not there")
         for path in paths:
             self._files.flush(path)
         for name, entry in tensors.items():

@@ -51,9 +51,10 @@ def test_a_new_file_has_the_permissions_of_any_other(tmp_path: Path) -> None:
     assert (tmp_path / "file").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
+@pytest.mark.parametrize("answer", [errno.EINVAL, errno.ENOTSUP])
 @pytest.mark.parametrize("refuses", ["open", "write", "readv"])
 def test_a_file_system_that_has_no_way_past_the_cache_is_used_through_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str, answer: int
 ) -> None:
     """Some say so when a file is opened, some when the first block comes."""
     original = getattr(os, refuses)
@@ -63,7 +64,7 @@ def test_a_file_system_that_has_no_way_past_the_cache_is_used_through_it(
         direct = refuses != "open" or int(arguments[1]) & unbuffered.DIRECT  # type: ignore[call-overload]
         if direct and not refused:
             refused.append(arguments[0])
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            raise OSError(answer, os.strerror(answer))
         return original(*arguments, **more)
 
     monkeypatch.setattr(os, refuses, refuse_once)
@@ -82,6 +83,17 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     open_before = sorted(Path("/proc/self/fd").iterdir())
     with pytest.raises(OSError, match="No space left"):
         write_unbuffered(tmp_path / "file", [memoryview(content(BLOCK))])
+    assert sorted(Path("/proc/self/fd").iterdir()) == open_before
+
+
+def test_memory_that_cannot_be_had_leaves_no_descriptor_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr("mmap.mmap", none)
+    open_before = sorted(Path("/proc/self/fd").iterdir())
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        write_unbuffered(tmp_path / "file", [])
     assert sorted(Path("/proc/self/fd").iterdir()) == open_before
 
 

@@ -48,10 +48,17 @@ def test_tensors_of_one_dtype_are_the_bytes_that_safetensors_writes(tmp_path: Pa
 
 def test_every_dtype_comes_back(tmp_path: Path) -> None:
     dtypes = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
-    dtypes += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    dtypes += [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+    dtypes += [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
     tensors = {str(dtype): torch.tensor([0, 1, 1]).to(dtype) for dtype in dtypes}
     write_tensors(tmp_path / "file", tensors)
     assert holds_tensors(tmp_path / "file", tensors)
+
+
+def test_a_dtype_that_the_file_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="pairs is complex128"):
+        write_tensors(tmp_path / "file", {"pairs": torch.zeros(2, dtype=torch.complex128)})
+    assert not (tmp_path / "file").exists()
 
 
 def test_two_names_of_one_memory_are_refused(tmp_path: Path) -> None:

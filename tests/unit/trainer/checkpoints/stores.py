@@ -11,6 +11,7 @@ import torch
 
 from penstock.trainer.checkpoints import Checkpoint, CheckpointStore
 from penstock.trainer.files import Files
+from penstock.unbuffered import FileSum
 
 
 def tensors_of(step: int, version: int = 0) -> dict[str, dict[str, torch.Tensor]]:
@@ -45,9 +46,9 @@ def saving(
 ) -> Coroutine[Any, Any, Path]:
     """Random numbers as the caller's own tensors, the others as files of somebody who fills the draft."""
 
-    async def fill(draft: Path) -> None:
-        for name in ("model", "optimizer"):
-            store.files.write_tensors(draft / f"{name}.safetensors", given[name])
+    async def fill(draft: Path) -> dict[str, FileSum]:
+        names = ("model.safetensors", "optimizer.safetensors")
+        return {name: store.files.write_tensors(draft / name, given[name.split(".")[0]]) for name in names}
 
     rng = {"rng": given["rng"]}
     return store.save(step, fill=fill, tensors=rng, state=state_of(step, version), config=config_of(step))

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, StorageError
 from penstock.trainer.files import Files
+from penstock.unbuffered import FileSum
 
-from .stores import Store, UnflushedFiles, config_of, holds, save
+from .stores import Store, UnflushedFiles, config_of, holds, save, state_of, tensors_of
 
 
 def test_without_a_checkpoint_nothing_is_resumed(store: Store) -> None:
@@ -36,6 +37,31 @@ def test_a_damaged_newest_falls_back_to_the_one_before_and_says_so(store: Store)
     assert "step-000010: optimizer.safetensors cannot be read" in found.skipped[0]
     with pytest.raises(CheckpointError, match="optimizer"):
         store.open(path)
+
+
+@pytest.mark.parametrize(
+    ("then", "said"), [("changed", "read back differently"), ("gone", "model.safetensors of it was written and is not")]
+)
+def test_what_somebody_wrote_into_a_checkpoint_must_be_on_the_disk_as_it_was_given(
+    store: Store, then: str, said: str
+) -> None:
+    """What is summed is what was in memory, not what the disk made of it."""
+    save(store, 5)
+
+    async def fill(draft: Path) -> dict[str, FileSum]:
+        path = draft / "model.safetensors"
+        written = store.files.write_tensors(path, tensors_of(10)["model"])
+        if then == "gone":
+            path.unlink()
+        else:
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 1
+            path.write_bytes(content)
+        return {path.name: written}
+
+    with pytest.raises(StorageError, match=said):
+        asyncio.run(store.save(10, fill=fill, state=state_of(10), config=config_of(10)))
+    assert holds(store.newest(), 5)
 
 
 def test_when_all_are_damaged_each_is_named_and_none_is_used(store: Store) -> None:
