@@ -87,7 +87,7 @@ def test_tiny_async_learns_as_well_as_tiny(tiny_run, penstock, tmp_path, read_li
 
 
 def test_two_runs_with_one_seed_give_identical_weights_and_metrics(tmp_path, read_lines):
-    config = load_config("tiny", ["total_steps=4", "evaluator=null"])
+    config = load_config("tiny", ["total_steps=4", "train_batch_size=4", "evaluator=null"])
     runs = [tmp_path / "a", tmp_path / "b"]
     for run in runs:
         config.build(run_dir=run).fit()
@@ -242,6 +242,7 @@ def test_an_engine_that_is_killed_comes_back_and_the_run_goes_on(penstock, tmp_p
     assert trained == list(range(1, len(trained) + 1))
 
 
+@pytest.mark.long_tier
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_run_whose_output_cannot_be_written_ends_well_and_says_so_in_its_events(model_cache, tmp_path):
     command = [sys.executable, "-m", "penstock.cli", "train", "tiny", "--run-dir", "run", "--set", "evaluator=null"]

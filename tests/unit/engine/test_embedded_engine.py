@@ -55,7 +55,15 @@ def test_the_contract_holds_for_packed_matrices(
     asyncio.run(check(make_subject(model_dirs["llama-scaled"], references["llama-scaled"], packed=True)))
 
 
-@pytest.mark.parametrize("check", FORWARD_MATTERS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check",
+    # What a pause does is the scheduler's: with the slowest forward it is tried in the long tier.
+    [
+        pytest.param(check, marks=pytest.mark.long_tier if "goes_on" in check.__name__ else ())
+        for check in FORWARD_MATTERS
+    ],
+    ids=[check.__name__ for check in FORWARD_MATTERS],
+)
 def test_the_contract_holds_for_a_models_own_forward(check: Check, subjects: dict[str, Subject]) -> None:
     asyncio.run(check(subjects["gpt2"]))
 
@@ -200,7 +208,7 @@ def test_the_fused_forward_equals_the_models_own(kind: str, deterministic: bool,
     assert not deterministic or torch.equal(packed, plain), "a deterministic run packs nothing"
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3", marks=pytest.mark.long_tier), "gpt2"])
 def test_a_deterministic_answer_does_not_depend_on_its_neighbours_bit_for_bit(
     kind: str, model_dirs: dict[str, Path]
 ) -> None:

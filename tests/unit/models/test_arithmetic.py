@@ -189,7 +189,7 @@ def test_a_dtype_takes_as_long_as_the_faster_of_its_ways(machine: Any, monkeypat
     assert try_out(layers_of(100 << 20, packed=False)) == {"float32": 3.0, "bfloat16": 4.0}
 
 
-@pytest.mark.parametrize("packed", [None, True, False])
+@pytest.mark.parametrize("packed", [None, pytest.param(True, marks=pytest.mark.long_tier), False])
 def test_a_trial_on_this_cpu_takes_time_in_each_dtype(packed: bool | None) -> None:
     seconds = try_out(layers_of(100 << 20, packed=packed))
     assert set(seconds) == {"float32", "bfloat16"} and min(seconds.values()) > 0
