@@ -87,7 +87,7 @@ def test_tiny_async_learns_as_well_as_tiny(tiny_run, penstock, tmp_path, read_li
 
 
 def test_two_runs_with_one_seed_give_identical_weights_and_metrics(tmp_path, read_lines):
-    config = load_config("tiny", ["total_steps=4", "train_batch_size=4", "evaluator=null"])
+    config = load_config("tiny", ["total_steps=4", "evaluator=null"])
     runs = [tmp_path / "a", tmp_path / "b"]
     for run in runs:
         config.build(run_dir=run).fit()

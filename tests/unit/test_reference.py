@@ -34,7 +34,7 @@ def page(maker: ModuleType) -> str:
 def sources() -> str:
     """All of the package, but the list of metrics."""
     files = (path for path in (ROOT / "penstock").rglob("*.py") if path.name != "metric_names.py")
-    return "".join(path.read_text() for path in files)
+    return "\n".join(path.read_text() for path in files)
 
 
 def test_the_pages_are_what_the_code_makes_of_it(maker: ModuleType, page: str) -> None:
