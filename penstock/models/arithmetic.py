@@ -153,7 +153,7 @@ def try_out(work: Work) -> dict[str, float]:
 
 
 def shortest(
-    ways: Mapping[str, Callable[[], None]], clock: Callable[[], float] = time.perf_counter
+    ways: Mapping[str, Callable[[], object]], clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
     """Seconds of each, the shortest of `ROUNDS` in turns; the hopeless are timed once."""
     found: dict[str, float] = {}

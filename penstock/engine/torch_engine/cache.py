@@ -19,6 +19,8 @@ class LayerShape(NamedTuple):
     heads: int
     key_dim: int
     value_dim: int
+    turned: bool = False
+    """Keys lie head dimension by head dimension, tokens side by side, and are seen as if they lay token by token."""
 
 
 class Prefix:
@@ -60,8 +62,8 @@ class SlotCache:
     def release(self) -> None:
         """Give the memory back. The next `reserve` takes what is needed then."""
         self.slots = self.length = 0
-        self.keys = [self._zeros(layer.heads, layer.key_dim) for layer in self._layers]
-        self.values = [self._zeros(layer.heads, layer.value_dim) for layer in self._layers]
+        self.keys = [self._new_keys(layer) for layer in self._layers]
+        self.values = [self._new_values(layer) for layer in self._layers]
 
     def reserve(self, slots: int, length: int, *, max_slots: int, max_length: int) -> None:
         """Make room for so many slots of so many tokens; at least doubles what has to grow, up to the maxima."""
@@ -73,10 +75,10 @@ class SlotCache:
             length = min(max(round_up(length), 2 * self.length), round_up(max_length))
         old_slots, old_length = self.slots, self.length
         self.slots, self.length = max(slots, old_slots), max(length, old_length)
-        for tensors in (self.keys, self.values):
-            for index, old in enumerate(tensors):
+        for tensors, make in ((self.keys, self._new_keys), (self.values, self._new_values)):
+            for index, (old, layer) in enumerate(zip(tensors, self._layers, strict=True)):
                 # One layer at a time: the old and the new cache never both exist as a whole.
-                new = self._zeros(old.shape[1], old.shape[3])
+                new = make(layer)
                 new[:old_slots, :, :old_length] = old
                 tensors[index] = new
 
@@ -103,8 +105,16 @@ class SlotCache:
         for tensor in self.keys + self.values:
             tensor[slot, :, start:] = 0
 
-    def _zeros(self, heads: int, dim: int) -> Tensor:
-        return torch.zeros(self.slots, heads, self.length, dim, dtype=self._dtype, device=self._device)
+    def _new_keys(self, layer: LayerShape) -> Tensor:
+        if layer.turned:
+            return self._zeros(layer.heads, layer.key_dim, self.length).transpose(-1, -2)
+        return self._zeros(layer.heads, self.length, layer.key_dim)
+
+    def _new_values(self, layer: LayerShape) -> Tensor:
+        return self._zeros(layer.heads, self.length, layer.value_dim)
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(self.slots, *shape, dtype=self._dtype, device=self._device)
 
 
 def round_up(length: int) -> int:

@@ -15,7 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engine.torch_engine.attention import attend, attend_in_blocks, attend_prompt, decode_mask
+from penstock.engine.torch_engine.attention import (
+    DecodeAttention,
+    attend_in_blocks,
+    attend_prompt,
+    decode_mask,
+    faster_attention,
+)
 from penstock.engine.torch_engine.cache import LayerShape, Prefix, SlotCache, round_up
 from penstock.engine.torch_engine.lanes import Lanes
 from penstock.engine.torch_engine.products import Products, choose_products, packed_where_faster
@@ -65,7 +71,11 @@ class FusedModel:
         self.head_dim: int = head_dim(config)
         self._products: Products = choose_products(dtype, device, deterministic=deterministic)
         self.dtype, self.device = dtype, device
-        self.cache_layers = [LayerShape(self.kv_heads, self.head_dim, self.head_dim)] * config.num_hidden_layers
+        layer = LayerShape(self.kv_heads, self.head_dim, self.head_dim)
+        self._attend: DecodeAttention = attend_in_blocks
+        if not deterministic:
+            self._attend, layer = faster_attention(layer, self.heads // self.kv_heads, dtype, device)
+        self.cache_layers = [layer] * config.num_hidden_layers
         self._deterministic = deterministic
         self._logits = Scratch(device)
         self.lanes = Lanes()
@@ -146,7 +156,6 @@ class FusedModel:
     ) -> None:
         n = len(ids)
         rows = torch.arange(n, device=self.device)
-        attention = attend_in_blocks if self._deterministic else attend
         mask = decode_mask(positions, length, torch.float32 if self._deterministic else self.dtype)
 
         def attend_slots(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -154,7 +163,7 @@ class FusedModel:
             keys[rows, :, positions] = key
             values[rows, :, positions] = value
             folded = query.reshape(n, self.kv_heads, -1, self.head_dim)
-            return attention(folded, keys[:, :, :length], values[:, :, :length], mask)
+            return self._attend(folded, keys[:, :, :length], values[:, :, :length], mask)
 
         hidden = self._run(ids, positions, attend_slots)
         self._products.head(self._normed(hidden, self._norm), self._head, logits)

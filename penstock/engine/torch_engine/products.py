@@ -1,14 +1,13 @@
 """How hidden states are multiplied with weights, by dtype and machine: three ways, chosen once.
 
-Where bfloat16 products with float32 sums are fast, the matrices are bfloat16 and hidden states stay float32, which
-costs little beside the products and loses nothing between them. Queries, keys and values are rounded to bfloat16 for
-attention and in the cache, as with plain products: half the memory, and half of what a step reads of it. The trainer's
-attention is float32; of the mismatch between the two, small as it is, the cache is less than a third (k3 is 7.0e-5
-for SmolLM2-135M, 4.9e-5 with a float32 cache).
+On a CPU bfloat16 is what matrices are made of and what products read; hidden states stay float32 between them, which
+costs nothing beside the products. Queries, keys and values are rounded to bfloat16 for attention and in the cache: half
+the memory, and half of what a step reads of it. The trainer's attention is float32; of the mismatch between the two,
+small as it is, the cache is less than a third (k3 is 7.0e-5 for SmolLM2-135M, 4.9e-5 with a float32 cache).
 
 torch's own products of few rows spend much of their time on bringing the matrix into the order that their kernel reads.
 Where that is worth a copy of the weights, tried on this machine, they are kept in that order beside those that are
-loaded.
+loaded. In bfloat16 they round their results too, and k3 is 9e-4; hidden states in bfloat16 would make it 1.3e-3.
 """
 
 from __future__ import annotations
@@ -73,10 +72,11 @@ class PlainProducts:
 
 
 class PackedProducts:
-    """By oneDNN, from copies of the matrices in the order of its kernels."""
+    """By oneDNN, from copies of the matrices in the order of its kernels; hidden states are float32."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    dtype = torch.float32
+
+    def __init__(self) -> None:
         self._packed: dict[Tensor, Tensor] = {}
         """By the matrix itself, not by what is in it."""
 
@@ -85,7 +85,8 @@ class PackedProducts:
             self._packed[matrix] = pack(matrix)
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return packed_product(x, self._packed[weight], bias)
+        out = packed_product(x.to(weight.dtype), self._packed[weight])
+        return out if bias is None else out + bias
 
     def add(self, hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         hidden += self.apply(x, weight, bias)
@@ -117,7 +118,7 @@ class MixedProducts:
 
 def choose_products(dtype: torch.dtype, device: torch.device, *, deterministic: bool) -> Products:
     # MKL does not promise the same bits for the same row among other rows; torch's way is tested for that.
-    if dtype == torch.bfloat16 and device.type == "cpu" and has_fast_products() and not deterministic:
+    if dtype == torch.bfloat16 and device.type == "cpu" and not deterministic:
         return MixedProducts()
     return PlainProducts(dtype)
 
@@ -130,10 +131,11 @@ def packed_where_faster(
     `matrices` are those of a model, the last one its output embedding. Who else is on the machine decides too, so two
     engines of one model may choose differently: deterministic runs pack nothing. `packed` is what was asked for.
     """
-    plain = isinstance(products, PlainProducts) and products.dtype in (torch.float32, torch.bfloat16)
-    can = plain and not deterministic and matrices[0].device.type == "cpu" and packed is not False
-    if can and can_pack(products.dtype) and (packed or _packing_pays(products, matrices)):
-        products = PackedProducts(products.dtype)
+    first = matrices[0]
+    can = products.dtype == torch.float32 and not deterministic and first.device.type == "cpu" and packed is not False
+    fastest = first.dtype == torch.bfloat16 and has_fast_products()
+    if can and not fastest and can_pack(first.dtype) and (packed or _packing_pays(products, matrices)):
+        products = PackedProducts()
     products.adopt(matrices)
     return products
 
@@ -142,7 +144,7 @@ def _packing_pays(plain: Products, matrices: Sequence[Tensor]) -> bool:
     if sum(matrix.nbytes for matrix in matrices) not in WORTH_PACKING:
         return False
     sample = [*matrices[:4], matrices[-1][:_TRIED_ROWS_OF_HEAD]]
-    packed = PackedProducts(plain.dtype)
+    packed = PackedProducts()
 
     def round_of(products: Products) -> Callable[[], None]:
         states = [torch.full((ROWS, matrix.shape[1]), 0.01, dtype=plain.dtype) for matrix in sample]
