@@ -27,7 +27,7 @@ from penstock.engine import EmbeddedEngineConfig
 SHAPE = {
     "vocab_size": 96,
     "hidden_size": 48,
-    "intermediate_size": 72,
+    "intermediate_size": 80,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -41,7 +41,7 @@ SHAPE = {
 
 def make_model(kind: str) -> Any:
     if kind == "llama":
-        return LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
+        return LlamaForCausalLM(LlamaConfig(**SHAPE, head_dim=32, tie_word_embeddings=True))
     if kind == "llama-scaled":
         rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0}
         rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -50,7 +50,7 @@ def make_model(kind: str) -> Any:
     if kind == "qwen2":
         return Qwen2ForCausalLM(Qwen2Config(**SHAPE))
     if kind == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True))
+        return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=True))
     assert kind == "gpt2"
     return GPT2LMHeadModel(
         GPT2Config(

@@ -5,15 +5,13 @@ Shapes: n rows, h query heads, kv key-value heads, g = h / kv, d head dimension,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engine.torch_engine.cache import LENGTH_STEP, LayerShape
-from penstock.models.arithmetic import shortest
+from penstock.engine.torch_engine.cache import LENGTH_STEP
 
 
 class UnknownAttention(Exception):
@@ -27,57 +25,19 @@ def decode_mask(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(behind, -torch.inf)[:, None, None, :]
 
 
-DecodeAttention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""query n x kv x g x d, keys and values n x kv x L x d, a mask that is added: n x kv x g x d. The g heads of one
-key-value head are taken as g queries, so keys and values are read once and never expanded."""
+SHORT = 256
+"""Cached tokens. torch's kernel is made for many queries: of few over so many, two plain products take half its time in
+float32; over more, or in bfloat16, they take as long."""
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """By torch's kernel, which is made for many queries. Keys and values lie token by token."""
-    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
-
-
-def attend_by_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """By two plain products: of few queries, over turned keys (`LayerShape`), they take half of that kernel's time on
-    some processors."""
-    scaled = query * query.shape[-1] ** -0.5
-    rows = max(1, _ONE_PRODUCT // keys[0].numel())
-    parts = [
-        torch.matmul(torch.matmul(q, k.transpose(-1, -2)).add_(m).softmax(-1), v)
-        for q, k, v, m in zip(*(each.split(rows) for each in (scaled, keys, values, mask)), strict=True)
-    ]
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-_ONE_PRODUCT = (1 << 24) - 1
-"""Numbers. Of a larger cut-out of a cache in bfloat16 torch makes a copy first, with one thread."""
-_TRIED_ROWS, _TRIED_LENGTH = 64, 128
-
-
-def faster_attention(
-    layer: LayerShape, queries: int, dtype: torch.dtype, device: torch.device
-) -> tuple[DecodeAttention, LayerShape]:
-    """What takes less time here with so many queries of each key, and the layer as that wants its keys to lie. Tried on
-    one layer of a usual step; a trial takes some hundredths of a second."""
-    if device.type != "cpu":
-        return attend, layer
-
-    def zeros(rows: int, columns: int) -> Tensor:
-        return torch.zeros(_TRIED_ROWS, layer.heads, rows, columns, dtype=dtype)
-
-    query, values = zeros(queries, layer.key_dim), zeros(_TRIED_LENGTH, layer.value_dim)
-    keys, turned = zeros(_TRIED_LENGTH, layer.key_dim), zeros(layer.key_dim, _TRIED_LENGTH).transpose(-1, -2)
-    mask = torch.zeros(_TRIED_ROWS, 1, 1, _TRIED_LENGTH, dtype=dtype)
-    with torch.inference_mode():
-        seconds = shortest(
-            {
-                "kernel": lambda: attend(query, keys, values, mask),
-                "products": lambda: attend_by_products(query, turned, values, mask),
-            }
-        )
-    if seconds["products"] < seconds["kernel"]:
-        return attend_by_products, layer._replace(turned=True)
-    return attend, layer
+def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+    """query n x kv x g x d over n x kv x L x d. The g heads of one key-value head are taken as g queries,
+    so keys and values are read once and never expanded."""
+    if query.dtype == torch.float32 and query.device.type == "cpu" and keys.shape[2] <= SHORT:
+        scaled = query * (query.shape[-1] ** -0.5 if scale is None else scale)
+        scores = torch.matmul(scaled, keys.transpose(-1, -2)).add_(mask)
+        return torch.matmul(scores.softmax(-1), values)
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
 
 
 def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:

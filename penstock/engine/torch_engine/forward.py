@@ -7,7 +7,6 @@ without being turned. Every call takes a flat list of tokens; who they belong to
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engine.torch_engine.attention import (
-    DecodeAttention,
-    attend_in_blocks,
-    attend_prompt,
-    decode_mask,
-    faster_attention,
-)
+from penstock.engine.torch_engine.attention import attend_prompt
+from penstock.engine.torch_engine.between import AttendSlots, Rope, Shape, choose_between
 from penstock.engine.torch_engine.cache import LayerShape, Prefix, SlotCache, round_up
 from penstock.engine.torch_engine.lanes import Lanes
 from penstock.engine.torch_engine.products import Products, choose_products, packed_where_faster
@@ -31,8 +25,6 @@ from penstock.engine.torch_engine.weights import EngineWeights
 from penstock.models.families import EMBEDDING, HEAD, head_dim, is_tied, rotary_frequencies
 from penstock.models.rounding import rounded
 from penstock.ports import WeightSource
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -66,24 +58,20 @@ class FusedModel:
     ) -> None:
         """`config` is that of transformers, `state` the weights by their names there."""
         self.vocab_size: int = config.vocab_size
-        self.heads: int = config.num_attention_heads
-        self.kv_heads: int = config.num_key_value_heads
-        self.head_dim: int = head_dim(config)
+        shape = Shape(config.num_attention_heads, config.num_key_value_heads, head_dim(config), config.rms_norm_eps)
+        self._shape = shape
         self._products: Products = choose_products(dtype, device, deterministic=deterministic)
         self.dtype, self.device = dtype, device
-        layer = LayerShape(self.kv_heads, self.head_dim, self.head_dim)
-        self._attend: DecodeAttention = attend_in_blocks
-        if not deterministic:
-            self._attend, layer = faster_attention(layer, self.heads // self.kv_heads, dtype, device)
+        widths = (config.hidden_size, config.intermediate_size)
+        self._between = choose_between(shape, widths, dtype, self._products.dtype, device, deterministic=deterministic)
+        layer = LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim, turned=self._between.turned_keys)
         self.cache_layers = [layer] * config.num_hidden_layers
         self._deterministic = deterministic
         self._logits = Scratch(device)
         self.lanes = Lanes()
-        self._eps: float = config.rms_norm_eps
         frequencies, self._rope_factor = rotary_frequencies(config)
         self._frequencies = frequencies.to(device)
         self._rope = self._rope_table(0)
-        self._norm_of_head = torch.tensor([0] * self.heads + [1] * self.kv_heads, device=device)
         tied = is_tied(config, state)
         self._weights = EngineWeights(optional=frozenset({HEAD} if tied else ()))
         self._embedding = self._own(EMBEDDING, state)
@@ -109,7 +97,7 @@ class FusedModel:
         """Compute as many tokens of the prefix as there are targets; the logprob of each target after its token."""
         hidden = self._prefill([(prefix, len(targets))])[: len(targets)]
         logits = self._logits.take(len(targets), len(self._head))
-        self._products.head(self._normed(hidden, self._norm), self._head, logits)
+        self._products.head(self._between.norm(hidden, self._norm), self._head, logits)
         return target_logprobs(logits, targets)
 
     def _prefill(self, parts: list[tuple[Prefix, int]]) -> Tensor:
@@ -125,16 +113,20 @@ class FusedModel:
             spans.append((prefix, prefix.done, offset, width))
             offset += width
 
-        def attend_parts(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        at_positions = torch.cat(positions)
+        rope = self._rope_up_to(int(at_positions.max())).at(at_positions)
+
+        def attend_parts(layer: int, qkv: Tensor, qk_norm: Tensor | None) -> Tensor:
+            query, key, value = self._between.rotated(qkv, qk_norm, rope)
             outs = []
             for prefix, start, at, width in spans:
                 keys, values = prefix.keys[layer][:, : start + width], prefix.values[layer][:, : start + width]
                 keys[:, start:] = key[at : at + width].transpose(0, 1)
                 values[:, start:] = value[at : at + width].transpose(0, 1)
                 outs.append(attend_prompt(query[at : at + width], keys, values, start))
-            return torch.cat(outs) if len(outs) > 1 else outs[0]
+            return (torch.cat(outs) if len(outs) > 1 else outs[0]).reshape(len(qkv), -1)
 
-        hidden = self._run(torch.cat(ids), torch.cat(positions), attend_parts)
+        hidden = self._run(torch.cat(ids), attend_parts)
         for prefix, count in parts:
             prefix.done += count
         return hidden
@@ -143,69 +135,39 @@ class FusedModel:
         """One token for each of the first n slots, at its position; logits in float32, valid until the next call.
         Reads `length` of the cache."""
         logits = self._logits.take(len(ids), len(self._head))
-        self._rope_at(positions)  # The table is long enough before several read it.
+        rope = self._rope_up_to(int(positions.max()))
 
         def decode_rows(part: slice) -> None:
-            self._decode_rows(ids[part], positions[part], cache, length, part, logits[part])
+            attend_slots = self._between.attention(cache, part, positions[part], rope, length)
+            hidden = self._run(ids[part], attend_slots)
+            self._products.head(self._between.norm(hidden, self._norm), self._head, logits[part])
 
         self.lanes.run(decode_rows, self.lanes.parts(len(ids)))
         return logits
 
-    def _decode_rows(
-        self, ids: Tensor, positions: Tensor, cache: SlotCache, length: int, slots: slice, logits: Tensor
-    ) -> None:
-        n = len(ids)
-        rows = torch.arange(n, device=self.device)
-        mask = decode_mask(positions, length, torch.float32 if self._deterministic else self.dtype)
-
-        def attend_slots(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = cache.keys[layer][slots], cache.values[layer][slots]
-            keys[rows, :, positions] = key
-            values[rows, :, positions] = value
-            folded = query.reshape(n, self.kv_heads, -1, self.head_dim)
-            return self._attend(folded, keys[:, :, :length], values[:, :, :length], mask)
-
-        hidden = self._run(ids, positions, attend_slots)
-        self._products.head(self._normed(hidden, self._norm), self._head, logits)
-
-    def _run(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        cos, sin = self._rope_at(positions)
-        tokens, heads, both = len(ids), self.heads, self.heads + self.kv_heads
-        half = self.head_dim // 2
-        products = self._products
+    def _run(self, ids: Tensor, attend: AttendSlots) -> Tensor:
+        between, products = self._between, self._products
         hidden = self._embedding[ids].to(products.dtype)
         for index, layer in enumerate(self._layers):
-            x = self._normed(hidden, layer.input_norm)
-            qkv = products.apply(x, layer.qkv, layer.qkv_bias).view(tokens, -1, self.head_dim)
-            qk = qkv[:, :both]
-            if layer.qk_norm is not None:
-                qk = F.rms_norm(qk, (self.head_dim,), None, self._eps) * layer.qk_norm[self._norm_of_head]
-            # sin carries the sign of rotate_half, so the rotation is a roll.
-            qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin).to(self.dtype)
-            value = qkv[:, both:].to(self.dtype)
-            attended = attend(index, qk[:, :heads], qk[:, heads:], value).reshape(tokens, -1)
-            products.add(hidden, attended, layer.out, layer.out_bias)
-            x = self._normed(hidden, layer.mlp_norm)
-            gate, up = products.apply(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            products.add(hidden, F.silu(gate).mul_(up), layer.down, layer.down_bias)
+            x = between.norm(hidden, layer.input_norm)
+            qkv = products.apply(x, layer.qkv, layer.qkv_bias).view(len(ids), -1, self._shape.head_dim)
+            products.add(hidden, attend(index, qkv, layer.qk_norm), layer.out, layer.out_bias)
+            x = between.norm(hidden, layer.mlp_norm)
+            gate_up = products.apply(x, layer.gate_up, layer.gate_up_bias)
+            products.add(hidden, between.gated(gate_up), layer.down, layer.down_bias)
         return hidden
 
-    def _normed(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(hidden, weight.shape, weight, self._eps)
+    def _rope_up_to(self, last: int) -> Rope:
+        """Of all positions up to `last` and more."""
+        if last >= len(self._rope.cos):
+            self._rope = self._rope_table(max(2 * len(self._rope.cos), round_up(last + 1)))
+        return self._rope
 
-    def _rope_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        last = int(positions.max())
-        if last >= len(self._rope[0]):
-            self._rope = self._rope_table(max(2 * len(self._rope[0]), round_up(last + 1)))
-        cos, sin = self._rope
-        return cos[positions], sin[positions]
-
-    def _rope_table(self, length: int) -> tuple[Tensor, Tensor]:
-        """cos and signed sin for each position: length x 1 x d."""
+    def _rope_table(self, length: int) -> Rope:
         angles = torch.arange(length, device=self.device, dtype=torch.float32)[:, None, None] * self._frequencies
         cos, sin = angles.cos() * self._rope_factor, angles.sin() * self._rope_factor
         dtype = self._products.dtype
-        return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+        return Rope(torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype))
 
     def _own(self, name: str, state: dict[str, Tensor]) -> Tensor:
         """A matrix in the dtype of matrices, anything smaller in that of the hidden states it is multiplied with."""
@@ -247,7 +209,7 @@ class FusedModel:
         if attention + "q_norm.weight" not in state:
             return None
         names = [attention + "q_norm.weight", attention + "k_norm.weight"]
-        return self._one_block(names, state, self._products.dtype, shape=(2, self.head_dim))
+        return self._one_block(names, state, self._products.dtype, shape=(2, self._shape.head_dim))
 
     def _one_block(
         self, names: list[str], state: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, ...] | None = None

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.engine.torch_engine.kernels import Kernels
 from penstock.engine.torch_engine.scratch import Scratch
 
 BLOCK = 128
@@ -53,7 +54,7 @@ class Sampling:
 
 
 def sample(
-    logits: Tensor, how: Sampling, scratch: Scratch | None = None
+    logits: Tensor, how: Sampling, scratch: Scratch | None = None, kernels: Kernels | None = None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """A token per row and its logprob under softmax(logits / temperature), whatever was cut or forbidden.
 
@@ -65,8 +66,7 @@ def sample(
     scale = np.where(how.temperature == 0, np.float32(1), how.temperature)
     if (scale != 1).any():
         logits /= torch.from_numpy(scale).to(logits.device)[:, None]
-    weights, top = _exponentials(logits, scratch)
-    sums = _block_sums(weights)
+    weights, sums, top = _exponentials(logits, scratch, kernels)
     log_total = sums.sum(-1, dtype=torch.float64).log() + top.double()
 
     if how.forbidden:
@@ -126,8 +126,7 @@ def _forbid(logits: Tensor, weights: Tensor, sums: Tensor, forbidden: dict[int, 
     changed = list(forbidden)
     for row in (row for row, left in zip(changed, sums[changed].sum(-1).tolist(), strict=True) if left < _FAINT):
         # Beside what was forbidden the rest vanished: its weights are made anew, relative to its own largest.
-        weights[row] = _exponentials(_without(logits[row], forbidden[row])[None])[0]
-        sums[row] = _block_sums(weights[row, None])
+        weights[row], sums[row], _ = _exponentials(_without(logits[row], forbidden[row])[None])
 
 
 def _without(logits: Tensor, banned: list[int]) -> Tensor:
@@ -136,16 +135,20 @@ def _without(logits: Tensor, banned: list[int]) -> Tensor:
     return left
 
 
-def _exponentials(logits: Tensor, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
-    """exp(logits - max) padded with zeros to whole blocks, and the max."""
+def _exponentials(
+    logits: Tensor, scratch: Scratch | None = None, kernels: Kernels | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(logits - max) padded with zeros to whole blocks, the sum of each block, and the max."""
     rows, vocabulary = logits.shape
-    top = logits.amax(-1)
     padded = -(-vocabulary // BLOCK) * BLOCK
     weights = (scratch or Scratch(logits.device)).take(rows, padded)
+    if kernels is not None:
+        return (weights, *kernels.exponentials(logits, weights, BLOCK))
+    top = logits.amax(-1)
     weights[:, vocabulary:] = 0
     torch.sub(logits, top[:, None], out=weights[:, :vocabulary])
     weights[:, :vocabulary].exp_()
-    return weights, top
+    return weights, _block_sums(weights), top
 
 
 def _block_sums(weights: Tensor) -> Tensor:

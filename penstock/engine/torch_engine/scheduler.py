@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.torch_engine.cache import SlotCache, round_up
+from penstock.engine.torch_engine.kernels import kernels
 from penstock.engine.torch_engine.model import LanguageModel
 from penstock.engine.torch_engine.prefix import Prefixes
 from penstock.engine.torch_engine.row import Row
@@ -89,6 +90,7 @@ class Scheduler:
         self._streams = 0
         """How many requests want their tokens as they are made."""
         self._scratch = Scratch(model.device)
+        self._kernels = kernels() if model.device.type == "cpu" and not deterministic else None
         self.model_step = 0
         self.generated_tokens = 0
         self.watch: Watch | None = None
@@ -305,7 +307,7 @@ class Scheduler:
         logits = self._model.decode(ids, positions, self.cache, length)
         decoded = self._tell("decode", began)
         self.decoded = (decoded - began, n)
-        tokens, logprobs = sample(logits, slots.how_to_sample(n), self._scratch)
+        tokens, logprobs = sample(logits, slots.how_to_sample(n), self._scratch, self._kernels)
         self._tell("sample", decoded)
         slots.append(n, tokens, logprobs)
         self.generated_tokens += slots.count

@@ -5,15 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from penstock.engine.torch_engine.kernels import Kernels, kernels
 from penstock.engine.torch_engine.sampling import BLOCK, Sampling, fold_seed, invert_cdf, sample, uniforms
 
 SEEDS = st.integers(-(2**70), 2**70)
 UNIFORMS = st.floats(0, 1, exclude_max=True)
+
+
+_compiled: list[Kernels | None] = [None]
+
+
+@pytest.fixture(scope="module", autouse=True, params=["torch", "compiled"])
+def exponentials(request: pytest.FixtureRequest) -> None:
+    """By torch's operations, and by what was compiled."""
+    _compiled[0] = kernels() if request.param == "compiled" else None
+    if request.param == "compiled" and _compiled[0] is None:
+        pytest.skip("nothing was compiled")
 
 
 def draw(logits: Any, uniform: Any, *, temperature: float = 1.0, **how: Any) -> tuple[list[int], np.ndarray]:
@@ -25,7 +38,7 @@ def draw(logits: Any, uniform: Any, *, temperature: float = 1.0, **how: Any) -> 
         forbidden=how.get("forbidden", {}),
         truncated=how.get("truncated", {}),
     )
-    ids, logprobs = sample(table.clone(), sampling)
+    ids, logprobs = sample(table.clone(), sampling, kernels=_compiled[0])
     return ids.tolist(), logprobs
 
 
