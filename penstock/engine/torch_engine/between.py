@@ -53,7 +53,10 @@ class Between:
         self._deterministic = deterministic
         self._norm_of_head = torch.tensor([0] * shape.heads + [1] * shape.kv_heads, device=device)
 
-    def norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def norm(self, hidden: Tensor, more: Tensor | None, weight: Tensor) -> Tensor:
+        """Of `hidden`, to which `more` is added first, in place."""
+        if more is not None:
+            hidden += more
         return F.rms_norm(hidden, weight.shape, weight, self._shape.eps)
 
     def gated(self, gate_up: Tensor) -> Tensor:
@@ -98,16 +101,16 @@ class CompiledBetween(Between):
         super().__init__(shape, dtype, device, deterministic=False)
         self.kernels = compiled
 
-    def norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return self.kernels.norm(hidden, weight, self._shape.eps, self._dtype)
+    def norm(self, hidden: Tensor, more: Tensor | None, weight: Tensor) -> Tensor:
+        return self.kernels.norm(hidden, more, weight, self._shape.eps, self._dtype)
 
     def gated(self, gate_up: Tensor) -> Tensor:
         return self.kernels.gated(gate_up, self._dtype)
 
     def attention(self, cache: SlotCache, slots: slice, positions: Tensor, rope: Rope, length: int) -> AttendSlots:
-        first, last = int(positions.min()), int(positions.max())
-        if first < 0 or last >= cache.length:
-            raise IndexError(f"positions from {first} to {last} in a cache of {cache.length} tokens")
+        first, last, room = int(positions.min()), int(positions.max()), cache.values[-1].shape[2]
+        if first < 0 or last >= room:
+            raise IndexError(f"positions from {first} to {last} in a cache of {room} tokens")
 
         def attend_slots(layer: int, qkv: Tensor, qk_norm: Tensor | None) -> Tensor:
             keys, values = cache.keys[layer][slots], cache.values[layer][slots]

@@ -82,10 +82,10 @@ class SlotCache:
                 new[:old_slots, :, :old_length] = old
                 tensors[index] = new
 
-    def place(self, prefix: Prefix, slot: int) -> None:
+    def place(self, prefix: Prefix, slots: list[int]) -> None:
         n = len(prefix.ids)
         for mine, theirs in zip(self.keys + self.values, prefix.keys + prefix.values, strict=True):
-            mine[slot, :, :n] = theirs[:, :n]
+            mine[slots, :, :n] = theirs[:, :n]
 
     def copy(self, source: int, slot: int, length: int) -> None:
         """The first `length` tokens of one slot into another."""

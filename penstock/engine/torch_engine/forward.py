@@ -96,9 +96,7 @@ class FusedModel:
     def score(self, prefix: Prefix, targets: Tensor) -> Tensor:
         """Compute as many tokens of the prefix as there are targets; the logprob of each target after its token."""
         hidden = self._prefill([(prefix, len(targets))])[: len(targets)]
-        logits = self._logits.take(len(targets), len(self._head))
-        self._products.head(self._between.norm(hidden, self._norm), self._head, logits)
-        return target_logprobs(logits, targets)
+        return target_logprobs(self._head_of(hidden, self._logits.take(len(targets), len(self._head))), targets)
 
     def _prefill(self, parts: list[tuple[Prefix, int]]) -> Tensor:
         """The hidden states of what was computed."""
@@ -132,30 +130,40 @@ class FusedModel:
         return hidden
 
     def decode(self, ids: Tensor, positions: Tensor, cache: SlotCache, length: int) -> Tensor:
-        """One token for each of the first n slots, at its position; logits in float32, valid until the next call.
-        Reads `length` of the cache."""
-        logits = self._logits.take(len(ids), len(self._head))
+        """One token for each of the first n slots, at its position; logits in float32 or bfloat16, valid until the next
+        call. Reads `length` of the cache."""
+        room = whole = self._logits.take(len(ids), len(self._head))
         rope = self._rope_up_to(int(positions.max()))
+        parts = self.lanes.parts(len(ids))
 
         def decode_rows(part: slice) -> None:
+            nonlocal whole
             attend_slots = self._between.attention(cache, part, positions[part], rope, length)
-            hidden = self._run(ids[part], attend_slots)
-            self._products.head(self._between.norm(hidden, self._norm), self._head, logits[part])
+            into = room[part]
+            logits = self._head_of(self._run(ids[part], attend_slots), into)
+            if len(parts) == 1:
+                whole = logits
+            elif logits is not into:
+                into.copy_(logits)
 
-        self.lanes.run(decode_rows, self.lanes.parts(len(ids)))
-        return logits
+        self.lanes.run(decode_rows, parts)
+        return whole
 
     def _run(self, ids: Tensor, attend: AttendSlots) -> Tensor:
         between, products = self._between, self._products
-        hidden = self._embedding[ids].to(products.dtype)
+        hidden, more = self._embedding[ids].to(products.dtype), None
         for index, layer in enumerate(self._layers):
-            x = between.norm(hidden, layer.input_norm)
+            x = between.norm(hidden, more, layer.input_norm)
             qkv = products.apply(x, layer.qkv, layer.qkv_bias).view(len(ids), -1, self._shape.head_dim)
-            products.add(hidden, attend(index, qkv, layer.qk_norm), layer.out, layer.out_bias)
-            x = between.norm(hidden, layer.mlp_norm)
+            more = products.apply(attend(index, qkv, layer.qk_norm), layer.out, layer.out_bias)
+            x = between.norm(hidden, more, layer.mlp_norm)
             gate_up = products.apply(x, layer.gate_up, layer.gate_up_bias)
-            products.add(hidden, between.gated(gate_up), layer.down, layer.down_bias)
-        return hidden
+            more = products.apply(between.gated(gate_up), layer.down, layer.down_bias)
+        return hidden if more is None else hidden.add_(more)
+
+    def _head_of(self, hidden: Tensor, logits: Tensor) -> Tensor:
+        """`logits` is memory that may be used for them."""
+        return self._products.head(self._between.norm(hidden, None, self._norm), self._head, logits)
 
     def _rope_up_to(self, last: int) -> Rope:
         """Of all positions up to `last` and more."""

@@ -1,9 +1,9 @@
-/* What a decode step of the embedded engine does besides its matrix products: norms, gates, attention of one new token
- * per slot, and the exponentials of sampling. torch needs some thirty small operations a layer for the first three, and
- * its threads meet after each of them; here they are four, and attention reads the cache once, of each answer as far as
- * that is long.
+/* What a decode step of the embedded engine does: norms, gates, attention of one new token per slot, the sums of sampling;
+ * and its matrix products in bfloat16, where the processor has instructions for them. torch needs some thirty small
+ * operations a layer for the first three, and its threads meet after each of them; here they are four, and attention
+ * reads the cache once, of each answer as far as that is long.
  *
- * Plain C that a compiler turns into vectors. `kernels.py` calls it and says what the pointers must be; nothing is checked
+ * Plain C that a compiler turns into vectors, from a file of its own for each kind of processor, which gives it a NAME. `kernels.py` calls it and says what the pointers must be; nothing is checked
  * here. bfloat16 is the upper half of a float.
  */
 #define PY_SSIZE_T_CLEAN
@@ -26,6 +26,8 @@ enum { LANES = 16 };  /* floats in a vector */
 enum { LANES = 8 };
 #endif
 enum { TOGETHER = 4 };  /* queries that share what is loaded of a key or value */
+enum { ROWS = 8, VECTORS = 3, PANEL = 16 * VECTORS };  /* of a product: what is kept in registers */
+enum { BLOCK = 128 };   /* logits that are summed together, as in sampling.py */
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
@@ -100,14 +102,18 @@ INLINE vec exponential(vec given) {
 
 INLINE float inverse_root(float x) { return 1.0f / __builtin_sqrtf(x); }
 
-/* Rows begin .. end of hidden / root(mean of squares) * weight. */
-static void norm_rows(const float *hidden, const float *weight, float eps, void *out, int bf16, int64_t width,
-                      int64_t begin, int64_t end) {
+/* Rows begin .. end of hidden / root(mean of squares) * weight, after `more`, if there is any, was added to hidden. */
+static void norm_rows(float *hidden, const void *more, int more_bf16, const float *weight, float eps, void *out, int bf16,
+                      int64_t width, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
-        const float *x = hidden + row * width;
+        float *x = hidden + row * width;
         vec squares[2] = {{0}, {0}};
         for (int64_t i = 0; i < width; i += LANES) {
             vec part = load(x, i, 0);
+            if (more) {
+                part += load(more, row * width + i, more_bf16);
+                store(x, i, part, 0);
+            }
             squares[i / LANES % 2] += part * part;
         }
         float scale = inverse_root(sum(squares[0] + squares[1]) / (float)width + eps);
@@ -129,32 +135,42 @@ static void gated_rows(const void *gate_up, int from_bf16, void *out, int bf16, 
     }
 }
 
-/* Rows begin .. end of e^(logit - the largest of its row), followed by zeros up to whole blocks; the sum of each block,
- * and the largest. */
-static void exponential_rows(const float *logits, float *weights, float *sums, float *tops, int64_t width, int64_t block,
-                             int64_t begin, int64_t end) {
-    int64_t blocks = (width + block - 1) / block, whole = width / LANES * LANES;
+/* A vector of logits; what lies behind the end of the row is -inf. */
+INLINE vec logits_at(const void *row, int64_t at, int64_t width, int bf16) {
+    if (at + LANES <= width) return load(row, at, bf16);
+    float rest[LANES];
+    for (int i = 0; i < LANES; i++) {
+        uint32_t bits = 0xff800000u;
+        if (at + i < width && bf16) bits = (uint32_t)((const uint16_t *)row)[at + i] << 16;
+        else if (at + i < width) memcpy(&bits, (const float *)row + at + i, sizeof bits);
+        memcpy(rest + i, &bits, sizeof bits);
+    }
+    return load(rest, 0, 0);
+}
+
+/* Of rows begin .. end: the largest logit, and of each block of BLOCK the sum of e^(logit - the largest of the row). Each
+ * logit is read once: a block is summed relative to its own largest first. `tops` has room for one number a block. */
+INLINE void sum_blocks(const char *logits, int bf16, float *sums, float *largests, float *tops, int64_t width,
+                       int64_t begin, int64_t end) {
+    int64_t blocks = (width + BLOCK - 1) / BLOCK;
     for (int64_t row = begin; row < end; row++) {
-        const float *x = logits + row * width;
-        float rest[LANES];
-        for (int i = 0; i < LANES; i++) rest[i] = i < width - whole ? x[whole + i] : -__builtin_inff();
-        vec most = load(rest, 0, 0);
-        for (int64_t i = 0; i < whole; i += LANES) {
-            vec next = load(x, i, 0);
-            most = pick(next > most, next, most);
-        }
-        float top = largest(most);
-        tops[row] = top;
+        const char *x = logits + row * width * (bf16 ? 2 : 4);
+        float *of_row = sums + row * blocks, most = -__builtin_inff();
         for (int64_t b = 0; b < blocks; b++) {
-            vec total = {0};
-            for (int64_t i = b * block; i < (b + 1) * block; i += LANES) {
-                vec part = {0};
-                if (i < whole) part = exponential(load(x, i, 0) - top);
-                else if (i < width) part = exponential(load(rest, 0, 0) - top);
-                store(weights, row * blocks * block + i, part, 0);
-                total += part;
+            vec parts[BLOCK / LANES], tallest = all(-__builtin_inff()), total = {0};
+            for (int i = 0; i < BLOCK / LANES; i++) {
+                parts[i] = logits_at(x, b * BLOCK + i * LANES, width, bf16);
+                tallest = pick(parts[i] > tallest, parts[i], tallest);
             }
-            sums[row * blocks + b] = sum(total);
+            float top = largest(tallest), from = top == -__builtin_inff() ? 0 : top;
+            for (int i = 0; i < BLOCK / LANES; i++) total += exponential(parts[i] - from);
+            of_row[b] = sum(total), tops[b] = top;
+            most = top > most ? top : most;
+        }
+        largests[row] = most;
+        for (int64_t b = 0; b < blocks; b += LANES) {
+            vec factors = exponential(logits_at(tops, b, blocks, 0) - most);
+            for (int i = 0; i < LANES && b + i < blocks; i++) of_row[b + i] *= factors[i];
         }
     }
 }
@@ -305,6 +321,66 @@ INLINE void attend_heads(const struct attention *a, int64_t begin, int64_t end, 
     }
 }
 
+#if defined(__AVX512F__) && (__GNUC__ >= 10 || __clang_major__ >= 9)
+#define MULTIPLIES 1
+#define WITH_BF16 __attribute__((target("avx512bf16")))
+
+/* `count` rows of x times a panel of PANEL columns, in which pairs of numbers lie side by side for each column. A row's
+ * sums are made in one order, whatever rows are beside it. While they are, some of what is multiplied next is fetched. */
+INLINE WITH_BF16 void tile(const uint16_t *x, const uint16_t *panel, float *out, int64_t pairs, int64_t width,
+                           int64_t columns, const char *next, int64_t step, int count) {
+    __m512 sums[ROWS][VECTORS];
+    for (int r = 0; r < count; r++)
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < pairs; k++) {
+        __m512bh weights[VECTORS];
+        for (int v = 0; v < VECTORS; v++) weights[v] = (__m512bh)_mm512_loadu_si512(panel + (k * VECTORS + v) * 32);
+        __builtin_prefetch(next + k * step, 0, 2);
+        for (int r = 0; r < count; r++) {
+            int32_t pair;
+            memcpy(&pair, x + 2 * (r * pairs + k), sizeof pair);
+            __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], both, weights[v]);
+        }
+    }
+    for (int r = 0; r < count; r++) {
+        for (int v = 0; v < VECTORS && 16 * v < columns; v++) {
+            int64_t left = columns - 16 * v;
+            _mm512_mask_storeu_ps(out + r * width + 16 * v, left < 16 ? (__mmask16)((1u << left) - 1) : 0xffff, sums[r][v]);
+        }
+    }
+}
+
+/* Panels begin .. end of a product, for all rows of x (rows x 2 * pairs): of out, rows x width. */
+WITH_BF16 static void multiply(const uint16_t *x, const uint16_t *panels, float *out, int64_t rows, int64_t pairs,
+                               int64_t width, int64_t begin, int64_t end) {
+    int64_t size = pairs * VECTORS * 32, blocks = (rows + ROWS - 1) / ROWS, step = 64 * VECTORS / blocks;
+    for (int64_t each = begin; each < end; each++) {
+        const uint16_t *panel = panels + each * size;
+        const char *next = (const char *)(panel + size);
+        int64_t columns = width - each * PANEL;
+        for (int64_t row = 0; row < rows; row += ROWS, next += pairs * step) {
+            const uint16_t *from = x + 2 * row * pairs;
+            float *to = out + row * width + each * PANEL;
+            switch (rows - row) {
+            case 1: tile(from, panel, to, pairs, width, columns, next, step, 1); break;
+            case 2: tile(from, panel, to, pairs, width, columns, next, step, 2); break;
+            case 3: tile(from, panel, to, pairs, width, columns, next, step, 3); break;
+            case 4: tile(from, panel, to, pairs, width, columns, next, step, 4); break;
+            case 5: tile(from, panel, to, pairs, width, columns, next, step, 5); break;
+            case 6: tile(from, panel, to, pairs, width, columns, next, step, 6); break;
+            case 7: tile(from, panel, to, pairs, width, columns, next, step, 7); break;
+            default: tile(from, panel, to, pairs, width, columns, next, step, ROWS);
+            }
+        }
+    }
+}
+#else
+#define MULTIPLIES 0
+static void multiply(const uint16_t *x, const uint16_t *panels, float *out, int64_t rows, int64_t pairs, int64_t width,
+                     int64_t begin, int64_t end) {}
+#endif
+
 /* Which of `count` pieces of work this thread does. */
 static void share(int64_t count, int64_t *begin, int64_t *end) {
     int64_t threads = 1, mine = 0;
@@ -314,16 +390,29 @@ static void share(int64_t count, int64_t *begin, int64_t *end) {
     *begin = count * mine / threads, *end = count * (mine + 1) / threads;
 }
 
-/* What `kernels.py` expects to find; larger with every change of what is called and with what. */
-EXPORT int penstock_version(void) { return 1; }
+/* What `kernels.py` expects to find; larger with every change of what is called, with what, and of what comes out. */
+EXPORT int penstock_version(void) { return 3; }
 
-EXPORT void penstock_norm(const float *hidden, const float *weight, float eps, void *out, int bf16, int64_t rows,
-                          int64_t width, int threads) {
+EXPORT void penstock_norm(float *hidden, const void *more, int more_bf16, const float *weight, float eps, void *out,
+                          int bf16, int64_t rows, int64_t width, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         int64_t begin, end;
         share(rows, &begin, &end);
-        norm_rows(hidden, weight, eps, out, bf16, width, begin, end);
+        norm_rows(hidden, more, more_bf16, weight, eps, out, bf16, width, begin, end);
+    }
+}
+
+/* Whether `penstock_multiply` was compiled; the processor must have its instructions too. */
+EXPORT int penstock_multiplies(void) { return MULTIPLIES; }
+
+EXPORT void penstock_multiply(const void *x, const void *panels, float *out, int64_t rows, int64_t pairs, int64_t width,
+                              int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t begin, end;
+        share((width + PANEL - 1) / PANEL, &begin, &end);
+        multiply(x, panels, out, rows, pairs, width, begin, end);
     }
 }
 
@@ -336,17 +425,27 @@ EXPORT void penstock_gated(const void *gate_up, int from_bf16, void *out, int bf
     }
 }
 
-EXPORT void penstock_exponentials(const float *logits, float *weights, float *sums, float *tops, int64_t rows,
-                                  int64_t width, int64_t block, int threads) {
+/* 0, or 1 when there is no memory: then some of the rows were not written. */
+EXPORT int penstock_sum_blocks(const void *logits, int bf16, float *sums, float *largests, int64_t rows, int64_t width,
+                               int threads) {
+    int failed = 0;
 #pragma omp parallel num_threads(threads)
     {
         int64_t begin, end;
         share(rows, &begin, &end);
-        exponential_rows(logits, weights, sums, tops, width, block, begin, end);
+        float *tops = malloc(sizeof(float) * (size_t)((width + BLOCK - 1) / BLOCK));
+        if (tops && bf16) sum_blocks(logits, 1, sums, largests, tops, width, begin, end);
+        else if (tops) sum_blocks(logits, 0, sums, largests, tops, width, begin, end);
+        if (!tops) {
+#pragma omp atomic write
+            failed = 1;
+        }
+        free(tops);
     }
+    return failed;
 }
 
-/* 0, or 1 when there is no memory: then some of the rows were not written. */
+/* The same. */
 EXPORT int penstock_attend(const struct attention *a, int threads) {
     int failed = 0;
 #pragma omp parallel num_threads(threads)
@@ -365,8 +464,7 @@ EXPORT int penstock_attend(const struct attention *a, int threads) {
     return failed;
 }
 
-/* A module without anything in it: the library lies where Python finds it, and is called through ctypes. It is compiled
- * once for each kind of processor, under a NAME of its own. */
+/* A module without anything in it: the library lies where Python finds it, and is called through ctypes. */
 #define TEXT_OF(name) #name
 #define TEXT(name) TEXT_OF(name)
 #define INIT_OF(name) PyInit_##name

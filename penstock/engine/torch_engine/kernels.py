@@ -16,29 +16,41 @@ from torch import Tensor
 
 VECTOR = 16
 """Numbers: what is normed and gated is as wide as some of them, and half a head is."""
-_VERSION = 1
+BLOCK = 128
+"""Logits that are summed together."""
+PANEL = 48
+"""Columns of a product that are computed together."""
+_VERSION = 3
 """Of `kernels.c`."""
 _KINDS = {"avx512": ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "fma3"), "avx2": ("avx2", "fma3")}
 """What it is compiled for, the best first, and what torch calls what a processor must have for that."""
 
 
 class Kernels:
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, *, bfloat16: bool = False) -> None:
+        """`bfloat16` is whether the processor has instructions for its products."""
         address, number, flag, size = ctypes.c_void_p, ctypes.c_float, ctypes.c_int, ctypes.c_int64
         threads = ctypes.c_int
-        library.penstock_norm.argtypes = [address, address, number, address, flag, size, size, threads]
+        library.penstock_norm.argtypes = [address, address, flag, address, number, address, flag, size, size, threads]
         library.penstock_gated.argtypes = [address, flag, address, flag, size, size, threads]
-        library.penstock_exponentials.argtypes = [address, address, address, address, size, size, size, threads]
+        library.penstock_sum_blocks.argtypes = [address, flag, address, address, size, size, threads]
         library.penstock_attend.argtypes = [ctypes.POINTER(_Attention), threads]
-        library.penstock_norm.restype = library.penstock_gated.restype = library.penstock_exponentials.restype = None
+        library.penstock_multiply.argtypes = [address, address, address, size, size, size, threads]
+        library.penstock_multiply.restype = None
+        self.multiplies = bfloat16 and bool(library.penstock_multiplies())
+        """Whether `product` may be called."""
+        library.penstock_norm.restype = library.penstock_gated.restype = None
         self._library = library
 
-    def norm(self, hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        """The root mean square of each row is 1, then times `weight`; in `dtype`."""
-        x, out = hidden.contiguous(), torch.empty(hidden.shape, dtype=dtype)
+    def norm(self, hidden: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        """Adds `more` to `hidden`, which must lie in one piece. The root mean square of each row is 1, then times
+        `weight`; in `dtype`."""
+        x = None if more is None else more.contiguous()
+        out = torch.empty(hidden.shape, dtype=dtype)
         self._library.penstock_norm(
-            x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), _is_half(out), *x.shape, torch.get_num_threads()
-        )
+            hidden.data_ptr(), None if x is None else x.data_ptr(), x is not None and _is_half(x),
+            weight.data_ptr(), eps, out.data_ptr(), _is_half(out), *hidden.shape, torch.get_num_threads(),
+        )  # fmt: skip
         return out
 
     def gated(self, gate_up: Tensor, dtype: torch.dtype) -> Tensor:
@@ -49,15 +61,37 @@ class Kernels:
         )
         return out
 
-    def exponentials(self, logits: Tensor, weights: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """exp(logits - max) into `weights`, which is as wide as whole blocks, zeros at the end. The sum of each block,
-        and the max."""
-        rows, width = logits.shape
-        sums, top = torch.empty(rows, weights.shape[1] // block), torch.empty(rows)
-        x = logits.contiguous()
-        self._library.penstock_exponentials(
-            *(each.data_ptr() for each in (x, weights, sums, top)), rows, width, block, torch.get_num_threads()
+    def panels(self, matrix: Tensor) -> Tensor:
+        """A copy of out x in (bfloat16, an even number in) for `product`: whole panels of its columns, where pairs of
+        numbers lie column by column."""
+        width, pairs = matrix.shape[0], matrix.shape[1] // 2
+        whole = matrix.new_zeros(-width % PANEL, matrix.shape[1])
+        rows = torch.cat((matrix, whole)) if len(whole) else matrix
+        return rows.contiguous().view(torch.int32).view(-1, PANEL, pairs).transpose(1, 2).contiguous()
+
+    def product(self, x: Tensor, panels: Tensor, out: Tensor) -> Tensor:
+        """x (rows x in, bfloat16) through a matrix that lies in panels, into `out` (rows x out, float32)."""
+        rows, pairs = x.shape[0], panels.shape[1]
+        if x.shape[1] != 2 * pairs or len(out) != rows or not 0 <= len(panels) * PANEL - out.shape[1] < PANEL:
+            raise ValueError(f"{tuple(x.shape)} times panels {tuple(panels.shape)} into {tuple(out.shape)}")
+        if x.dtype != torch.bfloat16 or out.dtype != torch.float32 or not out.is_contiguous():
+            raise TypeError(f"a product of {x.dtype} into {out.dtype} in steps of {out.stride()}")
+        x = x.contiguous()
+        self._library.penstock_multiply(
+            x.data_ptr(), panels.data_ptr(), out.data_ptr(), rows, pairs, out.shape[1], torch.get_num_threads()
         )
+        return out
+
+    def sum_blocks(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each row, the sum of exp(logits - max) of each `BLOCK`, and the max; in float32."""
+        rows, width = logits.shape
+        x = logits.contiguous()
+        sums = torch.empty(rows, -(-width // BLOCK), dtype=torch.float32)
+        top = torch.empty(rows, dtype=torch.float32)
+        if self._library.penstock_sum_blocks(
+            x.data_ptr(), _is_half(x), sums.data_ptr(), top.data_ptr(), rows, width, torch.get_num_threads()
+        ):
+            raise MemoryError(f"no memory for the sums of {width} logits")
         return sums, top
 
     def attend(
@@ -77,6 +111,9 @@ class Kernels:
         norms 2 x d or none. n x (h * d), in the dtype of keys and values. Positions must lie within L.
         """
         n, kv_heads, length, d = values.shape
+        turned = (kv_heads * length * d, length * d, 1, length)
+        if keys.shape != values.shape or keys.stride() != turned or not values.is_contiguous():
+            raise ValueError(f"keys {tuple(keys.shape)} in steps of {keys.stride()}, values {tuple(values.shape)}")
         heads = qkv.shape[1] - 2 * kv_heads
         x, at, out = qkv.contiguous(), positions.contiguous(), torch.empty(n, heads * d, dtype=values.dtype)
         asked = _Attention(
@@ -119,7 +156,9 @@ def load(kind: str) -> Kernels | None:
     except (ImportError, OSError):
         return None
     # What an older checkout compiled is not called: it would read other arguments.
-    return Kernels(library) if library.penstock_version() == _VERSION else None
+    if library.penstock_version() != _VERSION:
+        return None
+    return Kernels(library, bfloat16=bool(torch.cpu.get_capabilities().get("avx512_bf16")))
 
 
 class _Attention(ctypes.Structure):

@@ -30,6 +30,6 @@ class LanguageModel(Protocol):
         ...
 
     def decode(self, ids: Tensor, positions: Tensor, cache: SlotCache, length: int) -> Tensor:
-        """One token for each of the first n slots, at its position; logits in float32, valid until the next call.
-        Reads `length` of the cache."""
+        """One token for each of the first n slots, at its position; logits in float32 or bfloat16, valid until the next
+        call. Reads `length` of the cache."""
         ...

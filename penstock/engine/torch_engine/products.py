@@ -7,7 +7,8 @@ small as it is, the cache is less than a third (k3 is 7.0e-5 for SmolLM2-135M, 4
 
 torch's own products of few rows spend much of their time on bringing the matrix into the order that their kernel reads.
 Where that is worth a copy of the weights, tried on this machine, they are kept in that order beside those that are
-loaded. In bfloat16 they round their results too, and k3 is 9e-4; hidden states in bfloat16 would make it 1.3e-3.
+loaded: for kernels.c, where that multiplies bfloat16, otherwise for oneDNN. oneDNN's reach two thirds of what a
+processor with bfloat16 instructions can do, and round their results to bfloat16 too, which makes k3 9e-4.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.engine.torch_engine.kernels import Kernels, kernels
 from penstock.models.arithmetic import shortest
 from penstock.models.bfloat16 import has_fast_products, product
 from penstock.models.packing import ROWS, WORTH_PACKING, can_pack, pack, packed_product
@@ -39,12 +41,8 @@ class Products(Protocol):
         """x (tokens x in) through a linear layer (out x in)."""
         ...
 
-    def add(self, hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """The same, added to `hidden` in place."""
-        ...
-
     def head(self, x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
-        """The same without bias, into float32 `logits`."""
+        """The same without bias: into `logits`, which is float32, or into memory of its own."""
         ...
 
 
@@ -60,39 +58,63 @@ class PlainProducts:
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 
-    def add(self, hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        hidden.addmm_(x, weight.t())
-        if bias is not None:
-            hidden += bias
-
     def head(self, x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
         if self.dtype == torch.float32:
             return torch.mm(x, weight.t(), out=logits)
         return logits.copy_(torch.mm(x, weight.t()))
 
 
+class Packing(Protocol):
+    def pack(self, matrix: Tensor) -> Tensor:
+        """A copy of out x in, for `multiply`."""
+        ...
+
+    def multiply(self, x: Tensor, packed: Tensor, room: Tensor) -> Tensor:
+        """x (rows x in, in the matrix's dtype) through it; into `room` (rows x out, float32) or memory of its own."""
+        ...
+
+
+class OneDnnPacking:
+    def pack(self, matrix: Tensor) -> Tensor:
+        return pack(matrix)
+
+    def multiply(self, x: Tensor, packed: Tensor, room: Tensor) -> Tensor:
+        return packed_product(x, packed)
+
+
+class Panels:
+    """Of bfloat16, for kernels.c."""
+
+    def __init__(self, compiled: Kernels) -> None:
+        self._compiled = compiled
+
+    def pack(self, matrix: Tensor) -> Tensor:
+        return self._compiled.panels(matrix)
+
+    def multiply(self, x: Tensor, packed: Tensor, room: Tensor) -> Tensor:
+        return self._compiled.product(x, packed, room)
+
+
 class PackedProducts:
-    """By oneDNN, from copies of the matrices in the order of its kernels; hidden states are float32."""
+    """From copies of the matrices in the order of the kernels; hidden states are float32."""
 
     dtype = torch.float32
 
-    def __init__(self) -> None:
+    def __init__(self, packing: Packing) -> None:
+        self._packing = packing
         self._packed: dict[Tensor, Tensor] = {}
         """By the matrix itself, not by what is in it."""
 
     def adopt(self, matrices: Sequence[Tensor]) -> None:
         for matrix in matrices:  # one after the other: old and new copies never both exist as a whole
-            self._packed[matrix] = pack(matrix)
+            self._packed[matrix] = self._packing.pack(matrix)
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = packed_product(x.to(weight.dtype), self._packed[weight])
+        out = self.head(x, weight, torch.empty(len(x), len(weight), dtype=torch.float32))
         return out if bias is None else out + bias
 
-    def add(self, hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        hidden += self.apply(x, weight, bias)
-
     def head(self, x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
-        return logits.copy_(self.apply(x, weight, None))
+        return self._packing.multiply(x.to(weight.dtype), self._packed[weight], logits)
 
 
 class MixedProducts:
@@ -106,11 +128,6 @@ class MixedProducts:
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = product(x.bfloat16(), weight.t())
         return out if bias is None else out.add_(bias)
-
-    def add(self, hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        product(x.bfloat16(), weight.t(), hidden, add=True)
-        if bias is not None:
-            hidden += bias
 
     def head(self, x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
         return product(x.bfloat16(), weight.t(), logits)
@@ -131,20 +148,28 @@ def packed_where_faster(
     `matrices` are those of a model, the last one its output embedding. Who else is on the machine decides too, so two
     engines of one model may choose differently: deterministic runs pack nothing. `packed` is what was asked for.
     """
-    first = matrices[0]
-    can = products.dtype == torch.float32 and not deterministic and first.device.type == "cpu" and packed is not False
-    fastest = first.dtype == torch.bfloat16 and has_fast_products()
-    if can and not fastest and can_pack(first.dtype) and (packed or _packing_pays(products, matrices)):
-        products = PackedProducts()
+    can = products.dtype == torch.float32 and not deterministic and matrices[0].device.type == "cpu"
+    packing = _packing_for(matrices) if can and packed is not False else None
+    if packing is not None and (packed or _packing_pays(products, PackedProducts(packing), matrices)):
+        products = PackedProducts(packing)
     products.adopt(matrices)
     return products
 
 
-def _packing_pays(plain: Products, matrices: Sequence[Tensor]) -> bool:
+def _packing_for(matrices: Sequence[Tensor]) -> Packing | None:
+    dtype = matrices[0].dtype
+    if dtype == torch.bfloat16 and has_fast_products():
+        return None
+    compiled = kernels() if dtype == torch.bfloat16 else None
+    if compiled is not None and compiled.multiplies and all(matrix.shape[1] % 2 == 0 for matrix in matrices):
+        return Panels(compiled)
+    return OneDnnPacking() if can_pack(dtype) else None
+
+
+def _packing_pays(plain: Products, packed: Products, matrices: Sequence[Tensor]) -> bool:
     if sum(matrix.nbytes for matrix in matrices) not in WORTH_PACKING:
         return False
     sample = [*matrices[:4], matrices[-1][:_TRIED_ROWS_OF_HEAD]]
-    packed = PackedProducts()
 
     def round_of(products: Products) -> Callable[[], None]:
         states = [torch.full((ROWS, matrix.shape[1]), 0.01, dtype=plain.dtype) for matrix in sample]

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.torch_engine.cache import SlotCache, round_up
+from penstock.engine.torch_engine.cache import Prefix, SlotCache, round_up
 from penstock.engine.torch_engine.kernels import kernels
 from penstock.engine.torch_engine.model import LanguageModel
 from penstock.engine.torch_engine.prefix import Prefixes
@@ -267,6 +267,8 @@ class Scheduler:
     def _seat(self) -> None:
         """Give a slot to every admitted request whose prefix is there."""
         still = []
+        ready: dict[Prefix, list[int]] = {}
+        """Slots that begin with a prefix; all of them are filled at once."""
         for row in self._filling:
             prefix = self.prefixes.get(row.prefix_key)
             sibling = self._sibling(row)
@@ -277,13 +279,19 @@ class Scheduler:
             slot = indices(~self._slots.active)[0]
             self._reserve(slot + 1, len(row.context))
             if prefix is not None and prefix.ready:
-                self.cache.place(prefix, slot)
+                ready.setdefault(prefix, []).append(slot)
             elif sibling is not None:
+                self._place(ready)
                 self.cache.copy(sibling, slot, len(row.context) - 1)
             row.prefix_step = self.model_step
             self._slots.put(slot, row)
             self.prefixes.unwant(row.prefix_key)
+        self._place(ready)
         self._filling = still
+
+    def _place(self, ready: dict[Prefix, list[int]]) -> None:
+        while ready:
+            self.cache.place(*ready.popitem())
 
     def _sibling(self, row: Row) -> int | None:
         """The slot of a running answer to the same prompt, prefilled under the current weights."""

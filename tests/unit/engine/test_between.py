@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.engine.torch_engine import between
 from penstock.engine.torch_engine.between import Between, CompiledBetween, Rope, Shape, choose_between
 from penstock.engine.torch_engine.cache import LayerShape, SlotCache
-from penstock.engine.torch_engine.kernels import Kernels, kernels, load
+from penstock.engine.torch_engine.kernels import BLOCK, Kernels, kernels, load
 
 CPU = torch.device("cpu")
 SMALL = Shape(heads=6, kv_heads=2, head_dim=32, eps=1e-5)
@@ -160,7 +160,11 @@ def test_norms_and_gates_are_torchs_with_any_number_of_threads(threads: int, com
     try:
         for rows in (1, 3, 64):
             hidden, weight = torch.randn(rows, 48) * 30, torch.rand(48) + 0.5
-            torch.testing.assert_close(compiled().norm(hidden, weight), torchs().norm(hidden, weight))
+            for more in (None, torch.randn(rows, 48), torch.randn(rows, 48).bfloat16()):
+                ours, theirs = hidden.clone(), hidden.clone()
+                normed = compiled().norm(ours, more, weight)
+                torch.testing.assert_close(normed, torchs().norm(theirs, more, weight))
+                assert torch.equal(ours, theirs), "what is added stays"
             gate_up = torch.randn(rows, 2 * 80) * 20
             torch.testing.assert_close(compiled().gated(gate_up), torchs().gated(gate_up.clone()), atol=1e-6, rtol=2e-6)
     finally:
@@ -184,38 +188,109 @@ def test_what_is_stored_in_bfloat16_is_rounded_as_torch_rounds(compiled: Make) -
     torch.manual_seed(5)
     hidden = torch.randn(64, 48) * torch.logspace(-20, 20, 64)[:, None]
     weight = torch.ones(48)
-    ours, theirs = compiled(dtype=torch.bfloat16).norm(hidden, weight), torchs().norm(hidden, weight)
+    ours, theirs = compiled(dtype=torch.bfloat16).norm(hidden, None, weight), torchs().norm(hidden, None, weight)
     assert ours.dtype == torch.bfloat16
     # The sums before may differ in their last bit, and so may what is rounded, now and then.
     assert (ours != theirs.bfloat16()).float().mean() < 0.01
     torch.testing.assert_close(ours.float(), theirs, atol=0, rtol=2**-8)
-    assert compiled(dtype=torch.bfloat16).norm(torch.full((1, 48), torch.nan), weight).isnan().all()
+    assert compiled(dtype=torch.bfloat16).norm(torch.full((1, 48), torch.nan), None, weight).isnan().all()
 
 
 @needs_compiled
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [7, 16, 128, 131, 500, 4096 + 3])
-def test_compiled_exponentials_are_torchs(width: int, compiled: Make) -> None:
+def test_compiled_sums_of_blocks_are_torchs(width: int, dtype: torch.dtype, compiled: Make) -> None:
     torch.manual_seed(width)
     logits = torch.randn(5, width) * torch.tensor([1, 5, 30, 200, 0])[:, None]
     logits[1, width // 2] = -torch.inf
     logits[2, -1] = 500
-    weights = torch.full((5, -(-width // 128) * 128), torch.nan)
-    sums, top = compiled().kernels.exponentials(logits, weights, 128)
-    expected = (logits - logits.amax(-1, keepdim=True)).exp()
-    assert torch.equal(top, logits.amax(-1))
-    torch.testing.assert_close(weights[:, :width], expected, atol=1e-37, rtol=1e-6)
-    assert not weights[:, width:].any()
-    assert weights[1, width // 2] == 0, "what cannot be drawn"
-    torch.testing.assert_close(sums, weights.view(5, -1, 128).sum(-1))
+    logits[3, : min(width // 2, 256)] = -torch.inf  # whole blocks of what cannot be drawn
+    logits = logits.to(dtype)
+    sums, top = compiled().kernels.sum_blocks(logits)
+    exact = torch.nn.functional.pad(logits.double(), (0, -width % BLOCK), value=-torch.inf)
+    expected = (exact - exact.amax(-1, keepdim=True)).exp().view(5, -1, BLOCK).sum(-1)
+    assert top.dtype == sums.dtype == torch.float32
+    assert torch.equal(top, logits.float().amax(-1))
+    torch.testing.assert_close(sums.double(), expected, atol=1e-37, rtol=2e-6)
 
 
 @needs_compiled
-def test_a_row_that_is_no_number_is_none_in_its_exponentials_and_no_other_is(compiled: Make) -> None:
-    logits = torch.zeros(4, 300)
+def test_a_row_that_is_no_number_is_none_in_its_sums_and_no_other_is(compiled: Make) -> None:
+    logits = torch.zeros(5, 300)
     logits[1, 17], logits[2, 299], logits[3, 0] = torch.nan, torch.inf, -torch.inf
-    weights = torch.empty(4, 384)
-    sums, _ = compiled().kernels.exponentials(logits, weights, 128)
-    assert sums.sum(-1).isfinite().tolist() == [True, False, False, True]
+    logits[4, :128], logits[4, 5] = -torch.inf, torch.nan
+    sums, _ = compiled().kernels.sum_blocks(logits)
+    assert sums.sum(-1).isfinite().tolist() == [True, False, False, True, False]
+
+
+@needs_compiled
+def test_what_is_compiled_computes_in_float32_whatever_new_tensors_are_made_of(compiled: Make) -> None:
+    """A model that is loaded in another thread changes that for all of them."""
+    logits = torch.randn(3, 200)
+    expected, _ = compiled().kernels.sum_blocks(logits)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        sums, top = compiled().kernels.sum_blocks(logits)
+    finally:
+        torch.set_default_dtype(before)
+    assert sums.dtype == top.dtype == torch.float32
+    assert torch.equal(sums, expected)
+
+
+def multiplying() -> Kernels:
+    found = kernels()
+    if found is None or not found.multiplies:
+        pytest.skip("this processor has no bfloat16 instructions, or nothing was compiled for them")
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 9, 16, 29, 64])
+@pytest.mark.parametrize("width", [1, 15, 16, 48, 50, 97, 240])
+@pytest.mark.parametrize("depth", [2, 48, 130])
+def test_compiled_products_are_exact_but_for_sums_in_float32(rows: int, width: int, depth: int) -> None:
+    found = multiplying()
+    torch.manual_seed(rows * width + depth)
+    x, matrix = torch.randn(rows, depth).bfloat16(), torch.randn(width, depth).bfloat16()
+    out = torch.full((rows, width), torch.nan)
+    found.product(x, found.panels(matrix), out)
+    torch.testing.assert_close(out.double(), x.double() @ matrix.double().t(), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_row_of_a_compiled_product_is_the_same_whatever_is_beside_it(threads: int) -> None:
+    found, before = multiplying(), torch.get_num_threads()
+    x, matrix = torch.randn(21, 64).bfloat16(), torch.randn(100, 64).bfloat16()
+    panels = found.panels(matrix)
+    torch.set_num_threads(threads)
+    try:
+        together = found.product(x, panels, torch.empty(21, 100))
+        for begin, end in ((0, 1), (5, 12), (20, 21)):
+            alone = found.product(x[begin:end], panels, torch.empty(end - begin, 100))
+            assert torch.equal(alone, together[begin:end])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_product_that_does_not_fit_is_refused() -> None:
+    found = multiplying()
+    panels = found.panels(torch.randn(100, 64).bfloat16())
+    x, out = torch.randn(4, 64).bfloat16(), torch.empty(4, 100)
+    for bad_x, bad_out in ((x[:, :62], out), (x, out[:3]), (x, torch.empty(4, 200)), (x, torch.empty(4, 90))):
+        with pytest.raises(ValueError, match="times panels"):
+            found.product(bad_x, panels, bad_out)
+    for bad_x, bad_out in ((x.float(), out), (x, out.double()), (x, torch.empty(100, 4).t())):
+        with pytest.raises(TypeError, match="a product of"):
+            found.product(bad_x, panels, bad_out)
+
+
+@needs_compiled
+def test_keys_that_do_not_lie_as_the_values_ask_are_refused(compiled: Make) -> None:
+    qkv, positions = torch.randn(2, SMALL.heads + 2 * SMALL.kv_heads, SMALL.head_dim), torch.tensor([1, 2])
+    here = rope(SMALL, 64)
+    cache = filled(SMALL, torch.float32, 2, 64, turned=False)
+    with pytest.raises(ValueError, match="in steps of"):
+        compiled().kernels.attend(qkv, cache.keys[0], cache.values[0], positions, here.cos, here.sin, None, 1e-5)
 
 
 def chosen(

@@ -137,7 +137,7 @@ def logits_at(model: Any, ids: torch.Tensor) -> torch.Tensor:
     prefix = Prefix(ids[:-1], model.cache_layers, model.dtype)
     with torch.inference_mode():
         model.prefill([(prefix, len(ids) - 1)])
-        cache.place(prefix, 0)
+        cache.place(prefix, [0])
         logits: torch.Tensor = model.decode(ids[-1:], torch.tensor([len(ids) - 1]), cache, round_up(len(ids)))
         return logits.clone()
 

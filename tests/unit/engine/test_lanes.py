@@ -37,7 +37,7 @@ def test_lanes_give_the_same_logits_and_the_same_cache(kind: str, model_dirs: di
             for slot in range(rows):
                 prefix = Prefix(torch.arange(slot % 7 + 1) * 5 % 96, model.cache_layers, model.dtype)
                 model.prefill([(prefix, len(prefix.ids))])
-                cache.place(prefix, slot)
+                cache.place(prefix, [slot])
             positions = torch.arange(rows) % 7 + 1
             logits = model.decode(torch.arange(rows) % 96, positions, cache, round_up(8)).clone()
         found.append((logits, [tensor.clone() for tensor in cache.keys + cache.values]))

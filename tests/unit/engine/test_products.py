@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from penstock.engine.torch_engine.kernels import kernels
 from penstock.engine.torch_engine.products import (
     MixedProducts,
+    OneDnnPacking,
     PackedProducts,
+    Packing,
+    Panels,
     PlainProducts,
     Products,
     choose_products,
@@ -24,26 +28,42 @@ def chosen(dtype: torch.dtype, *, deterministic: bool = False) -> Products:
     return choose_products(dtype, torch.device("cpu"), deterministic=deterministic)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+def packings(dtype: torch.dtype) -> list[Packing]:
+    compiled = kernels() if dtype == torch.bfloat16 else None
+    return [OneDnnPacking(), *([Panels(compiled)] if compiled is not None and compiled.multiplies else [])]
+
+
+PACKINGS = [(dtype, packing) for dtype in DTYPES for packing in packings(dtype)]
+
+
+@pytest.mark.parametrize(("dtype", "packing"), PACKINGS)
 @pytest.mark.parametrize("rows", [1, 5, 64])
-def test_packed_products_are_those_of_the_plain_matrices(dtype: torch.dtype, rows: int) -> None:
+def test_packed_products_are_those_of_the_plain_matrices(dtype: torch.dtype, packing: Packing, rows: int) -> None:
     torch.manual_seed(0)
     x, bias = torch.randn(rows, 48), torch.randn(96)
     matrices = [torch.randn(96, 48).to(dtype), torch.randn(200, 48).to(dtype)]
-    plain, packed = chosen(dtype), PackedProducts()
+    plain, packed = chosen(dtype), PackedProducts(packing)
     packed.adopt(matrices)
     matrices[0].mul_(2)
     packed.adopt(matrices)  # what is in them has changed
     tolerance = {"atol": ROUNDING[dtype], "rtol": 0.02 if dtype == torch.bfloat16 else 1e-5}
-    torch.testing.assert_close(packed.apply(x, matrices[0], bias), plain.apply(x, matrices[0], bias), **tolerance)
-    sums = [torch.ones(rows, 96) for _ in range(2)]
-    packed.add(sums[0], x, matrices[0], bias)
-    plain.add(sums[1], x, matrices[0], bias)
-    torch.testing.assert_close(sums[0], sums[1], **tolerance)
-    logits = [torch.empty(rows, 200) for _ in range(2)]
-    packed.head(x, matrices[1], logits[0])
-    plain.head(x, matrices[1], logits[1])
-    torch.testing.assert_close(logits[0], logits[1], **tolerance)
+    ours, theirs = packed.apply(x, matrices[0], bias).float(), plain.apply(x, matrices[0], bias)
+    torch.testing.assert_close(ours, theirs, **tolerance)
+    logits = [products.head(x, matrices[1], torch.empty(rows, 200)).float() for products in (packed, plain)]
+    torch.testing.assert_close(*logits, **tolerance)
+
+
+def test_bfloat16_matrices_lie_in_panels_where_what_was_compiled_multiplies() -> None:
+    packing = packings(torch.bfloat16)[-1]
+    if not isinstance(packing, Panels):
+        pytest.skip("this processor has no bfloat16 instructions, or nothing was compiled for them")
+    matrices = [torch.randn(32, 16).bfloat16()]
+    products = packed_where_faster(chosen(torch.bfloat16), matrices, packed=True)
+    x = torch.full((1, 16), 2.0**-12)
+    exact = (x @ matrices[0].float().t()) * 1.0
+    torch.testing.assert_close(products.apply(x, matrices[0], None), exact, atol=0, rtol=1e-5)
+    odd = [torch.randn(32, 15).bfloat16()]
+    assert isinstance(packed_where_faster(chosen(torch.bfloat16), odd, packed=True), PackedProducts)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -68,8 +88,8 @@ def test_bfloat16_matrices_are_not_packed_where_the_products_of_amx_read_them(mo
 
 
 def test_hidden_states_beside_bfloat16_matrices_are_float32_but_in_a_deterministic_run() -> None:
-    products, hidden = chosen(torch.bfloat16), torch.ones(2, 32)
-    products.add(hidden, torch.full((2, 16), 2.0**-12), torch.ones(32, 16).bfloat16(), None)
-    assert (hidden == 1 + 2.0**-8).all(), "bfloat16 has no such number"
+    products, bias = chosen(torch.bfloat16), torch.ones(32)
+    found = products.apply(torch.full((2, 16), 2.0**-12), torch.ones(32, 16).bfloat16(), bias)
+    assert (found == 1 + 2.0**-8).all(), "bfloat16 has no such number"
     assert products.dtype == PackedProducts.dtype == torch.float32
     assert chosen(torch.bfloat16, deterministic=True).dtype == torch.bfloat16

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from penstock.engine.torch_engine.kernels import Kernels, kernels
-from penstock.engine.torch_engine.sampling import BLOCK, Sampling, fold_seed, invert_cdf, sample, uniforms
+from penstock.engine.torch_engine.kernels import BLOCK, Kernels, kernels
+from penstock.engine.torch_engine.sampling import Sampling, fold_seed, invert_cdf, sample, uniforms
 
 SEEDS = st.integers(-(2**70), 2**70)
 UNIFORMS = st.floats(0, 1, exclude_max=True)
@@ -22,8 +22,8 @@ _compiled: list[Kernels | None] = [None]
 
 
 @pytest.fixture(scope="module", autouse=True, params=["torch", "compiled"])
-def exponentials(request: pytest.FixtureRequest) -> None:
-    """By torch's operations, and by what was compiled."""
+def sums_of_blocks(request: pytest.FixtureRequest) -> None:
+    """Made by torch's operations, and by what was compiled."""
     _compiled[0] = kernels() if request.param == "compiled" else None
     if request.param == "compiled" and _compiled[0] is None:
         pytest.skip("nothing was compiled")
@@ -81,7 +81,9 @@ def test_the_inverse_cdf_finds_the_token_and_never_one_of_probability_0(
     weights[:, place % weights.shape[1]] += 1e-3
     table = torch.from_numpy(weights)
     sums = table.view(len(table), -1, BLOCK).sum(-1)
-    found = invert_cdf(table, sums, torch.full((len(table),), uniform, dtype=torch.float64)).numpy()
+    rows = torch.arange(len(table))
+    drawn = torch.full((len(table),), uniform, dtype=torch.float64)
+    found = invert_cdf(sums, drawn, lambda blocks: table.view(len(table), -1, BLOCK)[rows, blocks]).numpy()
     for row, index in zip(weights.astype(np.float64), found, strict=True):
         assert row[index] > 0
         total = row.sum()
@@ -165,3 +167,25 @@ def test_logits_that_are_not_numbers_give_a_logprob_that_is_not_one() -> None:
     _, logprobs = draw(logits, 0.5)
     assert np.isnan(logprobs[0])
     assert np.isfinite(logprobs[1])
+
+
+def test_logits_in_bfloat16_are_sampled_as_the_same_numbers_in_float32() -> None:
+    torch.manual_seed(0)
+    table = (torch.randn(6, 300) * 4).bfloat16()
+    how = Sampling(
+        temperature=np.array([1, 0.5, 0, 1, 1, 1], np.float32),
+        uniform=np.linspace(0, 0.99, 6),
+        forbidden={3: [int(table[3].argmax())]},
+        truncated={4: (0.5, 0, 0.0)},
+    )
+    found = [sample(logits, how, kernels=_compiled[0]) for logits in (table.clone(), table.float())]
+    assert found[0][0].tolist() == found[1][0].tolist()
+    np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-6)
+
+
+def test_a_row_may_be_cut_forbidden_and_greedy_at_once() -> None:
+    logits = np.zeros((1, 140))
+    logits[0, [5, 130]] = 9.0, 8.0
+    ids, logprobs = draw(logits, 0.99, temperature=0.0, forbidden={0: [5]}, truncated={0: (1.0, 1, 0.0)})
+    assert ids == [130]
+    np.testing.assert_allclose(logprobs[0], 8 - np.log(np.exp(logits).sum()), atol=1e-5)
