@@ -25,7 +25,7 @@ help: ## this list
 setup: $(READY) ## the virtual environment in .venv, with the versions of constraints.txt
 
 # The stamp is written last: an interrupted setup is done again. What is written in C is compiled by pip.
-$(READY): pyproject.toml constraints.txt $(wildcard penstock/*/*/*.c)
+$(READY): pyproject.toml constraints.txt $(wildcard penstock/*/*.c)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Use make PYTHON=python3.12"; exit 1; }
 	@rm -f $@

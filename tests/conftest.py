@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,11 @@ from hypothesis import find, settings
 from hypothesis import strategies as st
 
 SIZES = ("small", "long", "full")
+
+# A job in a shell's background ignores these, and so would everything that a test starts and interrupts.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 # How long an example takes is the machine's affair as much as the code's: that is a benchmark, not a test.
 settings.register_profile("same", derandomize=True, database=None, deadline=None)

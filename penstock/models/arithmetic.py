@@ -7,6 +7,7 @@ with AVX-512 that knows it, and emulated elsewhere, where it is slower unless me
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from penstock.config import Dtype
 from penstock.errors import ModelError
 from penstock.models.bfloat16 import has_fast_products, keep_onednn_alive, product
 from penstock.models.families import describe, head_dim, is_like_llama
-from penstock.models.packing import WORTH_PACKING, can_pack, pack, packed_product
+from penstock.models.packing import WORTH_PACKING, Packing, packing_for
 
 Kind = Literal["float32", "bfloat16"]
 KINDS = get_args(Kind)
@@ -50,12 +51,12 @@ class Work(NamedTuple):
     packed: bool | None = None
     """What the engine was asked for: packed matrices always, never, or where they are faster."""
 
-    def packs(self, dtype: torch.dtype) -> bool:
-        """Whether an engine uses packed matrices of this dtype; with `packed` None, whether it tries them."""
-        if self.trains or self.packed is False or (dtype == torch.bfloat16 and has_fast_products()):
-            return False
+    def packing(self, dtype: torch.dtype) -> Packing | None:
+        """How an engine packs matrices of this dtype, if it does; with `packed` None, if it tries them."""
         num_bytes = dtype.itemsize * self.layers * sum(out * into for out, into in self.matrices)
-        return (self.packed or num_bytes in WORTH_PACKING) and can_pack(dtype)
+        if self.trains or not (self.packed or (self.packed is None and num_bytes in WORTH_PACKING)):
+            return None
+        return packing_for(dtype, (into for _, into in self.matrices))
 
 
 class Choice(NamedTuple):
@@ -143,10 +144,10 @@ def try_out(work: Work) -> dict[str, float]:
     ways = {}
     for kind in kinds:
         dtype = Choice(kind).torch_dtype
-        packs = work.packs(dtype)
-        if packs:
-            ways[f"{kind} packed"] = _round_of(work, dtype, packed=True)
-        if not (packs and work.packed):
+        packing = work.packing(dtype)
+        if packing is not None:
+            ways[f"{kind} packed"] = _round_of(work, dtype, packing)
+        if packing is None or not work.packed:
             ways[kind] = _round_of(work, dtype)
     found = shortest(ways)
     return {kind: min(found[name] for name in (kind, f"{kind} packed") if name in found) for kind in kinds}
@@ -170,7 +171,7 @@ def shortest(
     return found
 
 
-def _round_of(work: Work, dtype: torch.dtype, *, packed: bool = False) -> Callable[[], None]:
+def _round_of(work: Work, dtype: torch.dtype, packing: Packing | None = None) -> Callable[[], None]:
     passes = 3 if work.trains else 1
     room = min(_WEIGHTS, _MULTIPLICATIONS // (work.rows * passes))
     layer = sum(out * into for out, into in work.matrices)
@@ -180,19 +181,23 @@ def _round_of(work: Work, dtype: torch.dtype, *, packed: bool = False) -> Callab
     matrices = [torch.full(shape, 0.01, dtype=dtype) for shape in shapes]
     states = {into: torch.full((work.rows, into), 0.01, dtype=dtype) for _, into in shapes}
     multiply = product if dtype == torch.bfloat16 and has_fast_products() else torch.mm
-    copies_in_order = [(states[matrix.shape[1]], pack(matrix)) for matrix in matrices] if packed else []
+    rooms = {out: torch.empty(work.rows, out) for out, _ in shapes} if packing is not None else {}
+    packed = [packing.pack(matrix) for matrix in matrices] if packing is not None else []
+
+    def run_packed(packing: Packing) -> None:
+        with torch.inference_mode():
+            for (out, into), copy in zip(shapes, packed, strict=True):
+                packing.multiply(states[into], copy, rooms[out])
 
     def run() -> None:
         with torch.inference_mode():
-            for x, copy in copies_in_order:
-                packed_product(x, copy)
-            for matrix in matrices if not packed else ():
+            for matrix in matrices:
                 x = states[matrix.shape[1]]
                 result = multiply(x, matrix.t())
                 if work.trains:
                     _back(multiply, x, matrix, result.to(dtype))
 
-    return run
+    return run if packing is None else functools.partial(run_packed, packing)
 
 
 def _back(multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, matrix: Tensor, grad: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.engine.torch_engine.attention import attend, attend_in_blocks, decode_mask
 from penstock.engine.torch_engine.cache import SlotCache
-from penstock.engine.torch_engine.kernels import VECTOR, Kernels, kernels
+from penstock.models.kernels import VECTOR, Kernels, kernels
 
 AttendSlots = Callable[[int, Tensor, Tensor | None], Tensor]
 """Of a layer: its q, k and v side by side, tokens x heads x d, and the weights of its q and k norm, if it has them. The

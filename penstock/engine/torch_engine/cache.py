@@ -6,6 +6,7 @@ probability 0, but 0 times a NaN of uninitialised memory would still be NaN.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -82,10 +83,12 @@ class SlotCache:
                 new[:old_slots, :, :old_length] = old
                 tensors[index] = new
 
-    def place(self, prefix: Prefix, slots: list[int]) -> None:
+    def place(self, prefix: Prefix, slots: Iterable[int]) -> None:
+        """Slots that lie side by side, as they do in a new batch, are filled at once."""
         n = len(prefix.ids)
-        for mine, theirs in zip(self.keys + self.values, prefix.keys + prefix.values, strict=True):
-            mine[slots, :, :n] = theirs[:, :n]
+        for run in _runs(slots):
+            for mine, theirs in zip(self.keys + self.values, prefix.keys + prefix.values, strict=True):
+                mine[run, :, :n] = theirs[:, :n]
 
     def copy(self, source: int, slot: int, length: int) -> None:
         """The first `length` tokens of one slot into another."""
@@ -119,3 +122,14 @@ class SlotCache:
 
 def round_up(length: int) -> int:
     return -(-length // LENGTH_STEP) * LENGTH_STEP
+
+
+def _runs(numbers: Iterable[int]) -> list[slice]:
+    """Of neighbours: 3, 4, 5 and 9 are 3:6 and 9:10."""
+    runs: list[slice] = []
+    for number in sorted(numbers):
+        if runs and runs[-1].stop == number:
+            runs[-1] = slice(runs[-1].start, number + 1)
+        else:
+            runs.append(slice(number, number + 1))
+    return runs

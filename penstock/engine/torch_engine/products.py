@@ -7,8 +7,7 @@ small as it is, the cache is less than a third (k3 is 7.0e-5 for SmolLM2-135M, 4
 
 torch's own products of few rows spend much of their time on bringing the matrix into the order that their kernel reads.
 Where that is worth a copy of the weights, tried on this machine, they are kept in that order beside those that are
-loaded: for kernels.c, where that multiplies bfloat16, otherwise for oneDNN. oneDNN's reach two thirds of what a
-processor with bfloat16 instructions can do, and round their results to bfloat16 too, which makes k3 9e-4.
+loaded (`models/packing.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engine.torch_engine.kernels import Kernels, kernels
 from penstock.models.arithmetic import shortest
-from penstock.models.bfloat16 import has_fast_products, product
-from penstock.models.packing import ROWS, WORTH_PACKING, can_pack, pack, packed_product
+from penstock.models.bfloat16 import product
+from penstock.models.packing import ROWS, WORTH_PACKING, Packing, packing_for
 
 BETTER = 0.95
 _TRIED_ROWS_OF_HEAD = 8192
@@ -62,37 +60,6 @@ class PlainProducts:
         if self.dtype == torch.float32:
             return torch.mm(x, weight.t(), out=logits)
         return logits.copy_(torch.mm(x, weight.t()))
-
-
-class Packing(Protocol):
-    def pack(self, matrix: Tensor) -> Tensor:
-        """A copy of out x in, for `multiply`."""
-        ...
-
-    def multiply(self, x: Tensor, packed: Tensor, room: Tensor) -> Tensor:
-        """x (rows x in, in the matrix's dtype) through it; into `room` (rows x out, float32) or memory of its own."""
-        ...
-
-
-class OneDnnPacking:
-    def pack(self, matrix: Tensor) -> Tensor:
-        return pack(matrix)
-
-    def multiply(self, x: Tensor, packed: Tensor, room: Tensor) -> Tensor:
-        return packed_product(x, packed)
-
-
-class Panels:
-    """Of bfloat16, for kernels.c."""
-
-    def __init__(self, compiled: Kernels) -> None:
-        self._compiled = compiled
-
-    def pack(self, matrix: Tensor) -> Tensor:
-        return self._compiled.panels(matrix)
-
-    def multiply(self, x: Tensor, packed: Tensor, room: Tensor) -> Tensor:
-        return self._compiled.product(x, packed, room)
 
 
 class PackedProducts:
@@ -149,21 +116,12 @@ def packed_where_faster(
     engines of one model may choose differently: deterministic runs pack nothing. `packed` is what was asked for.
     """
     can = products.dtype == torch.float32 and not deterministic and matrices[0].device.type == "cpu"
-    packing = _packing_for(matrices) if can and packed is not False else None
+    depths = [matrix.shape[1] for matrix in matrices]
+    packing = packing_for(matrices[0].dtype, depths) if can and packed is not False else None
     if packing is not None and (packed or _packing_pays(products, PackedProducts(packing), matrices)):
         products = PackedProducts(packing)
     products.adopt(matrices)
     return products
-
-
-def _packing_for(matrices: Sequence[Tensor]) -> Packing | None:
-    dtype = matrices[0].dtype
-    if dtype == torch.bfloat16 and has_fast_products():
-        return None
-    compiled = kernels() if dtype == torch.bfloat16 else None
-    if compiled is not None and compiled.multiplies and all(matrix.shape[1] % 2 == 0 for matrix in matrices):
-        return Panels(compiled)
-    return OneDnnPacking() if can_pack(dtype) else None
 
 
 def _packing_pays(plain: Products, packed: Products, matrices: Sequence[Tensor]) -> bool:

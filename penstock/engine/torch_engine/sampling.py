@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.engine.torch_engine.kernels import BLOCK, Kernels
 from penstock.engine.torch_engine.scratch import Scratch
+from penstock.models.kernels import BLOCK, Kernels
 
 _MASK = (1 << 64) - 1
 _FAINT = 1e-10

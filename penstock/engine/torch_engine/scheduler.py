@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from penstock.engine.torch_engine.cache import Prefix, SlotCache, round_up
-from penstock.engine.torch_engine.kernels import kernels
 from penstock.engine.torch_engine.model import LanguageModel
 from penstock.engine.torch_engine.prefix import Prefixes
 from penstock.engine.torch_engine.row import Row
@@ -29,6 +28,7 @@ from penstock.engine.torch_engine.scoring import Scoring
 from penstock.engine.torch_engine.scratch import Scratch
 from penstock.engine.torch_engine.slots import SavedColumns, Slots, indices
 from penstock.errors import InfrastructureFailure
+from penstock.models.kernels import kernels
 from penstock.ports import Completion, WeightSource
 from penstock.rollout import FailureReason, FinishReason
 

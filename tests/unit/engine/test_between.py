@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import shutil
-import sysconfig
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from torch import Tensor
 from penstock.engine.torch_engine import between
 from penstock.engine.torch_engine.between import Between, CompiledBetween, Rope, Shape, choose_between
 from penstock.engine.torch_engine.cache import LayerShape, SlotCache
-from penstock.engine.torch_engine.kernels import BLOCK, Kernels, kernels, load
+from penstock.models.kernels import Kernels, kernels, load
 
 CPU = torch.device("cpu")
 SMALL = Shape(heads=6, kv_heads=2, head_dim=32, eps=1e-5)
@@ -197,94 +194,6 @@ def test_what_is_stored_in_bfloat16_is_rounded_as_torch_rounds(compiled: Make) -
 
 
 @needs_compiled
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [7, 16, 128, 131, 500, 4096 + 3])
-def test_compiled_sums_of_blocks_are_torchs(width: int, dtype: torch.dtype, compiled: Make) -> None:
-    torch.manual_seed(width)
-    logits = torch.randn(5, width) * torch.tensor([1, 5, 30, 200, 0])[:, None]
-    logits[1, width // 2] = -torch.inf
-    logits[2, -1] = 500
-    logits[3, : min(width // 2, 256)] = -torch.inf  # whole blocks of what cannot be drawn
-    logits = logits.to(dtype)
-    sums, top = compiled().kernels.sum_blocks(logits)
-    exact = torch.nn.functional.pad(logits.double(), (0, -width % BLOCK), value=-torch.inf)
-    expected = (exact - exact.amax(-1, keepdim=True)).exp().view(5, -1, BLOCK).sum(-1)
-    assert top.dtype == sums.dtype == torch.float32
-    assert torch.equal(top, logits.float().amax(-1))
-    torch.testing.assert_close(sums.double(), expected, atol=1e-37, rtol=2e-6)
-
-
-@needs_compiled
-def test_a_row_that_is_no_number_is_none_in_its_sums_and_no_other_is(compiled: Make) -> None:
-    logits = torch.zeros(5, 300)
-    logits[1, 17], logits[2, 299], logits[3, 0] = torch.nan, torch.inf, -torch.inf
-    logits[4, :128], logits[4, 5] = -torch.inf, torch.nan
-    sums, _ = compiled().kernels.sum_blocks(logits)
-    assert sums.sum(-1).isfinite().tolist() == [True, False, False, True, False]
-
-
-@needs_compiled
-def test_what_is_compiled_computes_in_float32_whatever_new_tensors_are_made_of(compiled: Make) -> None:
-    """A model that is loaded in another thread changes that for all of them."""
-    logits = torch.randn(3, 200)
-    expected, _ = compiled().kernels.sum_blocks(logits)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        sums, top = compiled().kernels.sum_blocks(logits)
-    finally:
-        torch.set_default_dtype(before)
-    assert sums.dtype == top.dtype == torch.float32
-    assert torch.equal(sums, expected)
-
-
-def multiplying() -> Kernels:
-    found = kernels()
-    if found is None or not found.multiplies:
-        pytest.skip("this processor has no bfloat16 instructions, or nothing was compiled for them")
-    return found
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 9, 16, 29, 64])
-@pytest.mark.parametrize("width", [1, 15, 16, 48, 50, 97, 240])
-@pytest.mark.parametrize("depth", [2, 48, 130])
-def test_compiled_products_are_exact_but_for_sums_in_float32(rows: int, width: int, depth: int) -> None:
-    found = multiplying()
-    torch.manual_seed(rows * width + depth)
-    x, matrix = torch.randn(rows, depth).bfloat16(), torch.randn(width, depth).bfloat16()
-    out = torch.full((rows, width), torch.nan)
-    found.product(x, found.panels(matrix), out)
-    torch.testing.assert_close(out.double(), x.double() @ matrix.double().t(), atol=1e-4, rtol=1e-5)
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_row_of_a_compiled_product_is_the_same_whatever_is_beside_it(threads: int) -> None:
-    found, before = multiplying(), torch.get_num_threads()
-    x, matrix = torch.randn(21, 64).bfloat16(), torch.randn(100, 64).bfloat16()
-    panels = found.panels(matrix)
-    torch.set_num_threads(threads)
-    try:
-        together = found.product(x, panels, torch.empty(21, 100))
-        for begin, end in ((0, 1), (5, 12), (20, 21)):
-            alone = found.product(x[begin:end], panels, torch.empty(end - begin, 100))
-            assert torch.equal(alone, together[begin:end])
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_a_product_that_does_not_fit_is_refused() -> None:
-    found = multiplying()
-    panels = found.panels(torch.randn(100, 64).bfloat16())
-    x, out = torch.randn(4, 64).bfloat16(), torch.empty(4, 100)
-    for bad_x, bad_out in ((x[:, :62], out), (x, out[:3]), (x, torch.empty(4, 200)), (x, torch.empty(4, 90))):
-        with pytest.raises(ValueError, match="times panels"):
-            found.product(bad_x, panels, bad_out)
-    for bad_x, bad_out in ((x.float(), out), (x, out.double()), (x, torch.empty(100, 4).t())):
-        with pytest.raises(TypeError, match="a product of"):
-            found.product(bad_x, panels, bad_out)
-
-
-@needs_compiled
 def test_keys_that_do_not_lie_as_the_values_ask_are_refused(compiled: Make) -> None:
     qkv, positions = torch.randn(2, SMALL.heads + 2 * SMALL.kv_heads, SMALL.head_dim), torch.tensor([1, 2])
     here = rope(SMALL, 64)
@@ -319,15 +228,6 @@ def test_what_was_compiled_is_used_where_it_fits_and_never_in_a_deterministic_ru
 def test_without_a_compiler_torchs_operations_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(between, "kernels", lambda: None)
     assert chosen() is Between
-
-
-@pytest.mark.skipif(
-    shutil.which("gcc") is None or not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists(),
-    reason="there is no C compiler here, or no Python.h",
-)
-def test_it_is_compiled_where_there_is_a_compiler() -> None:
-    assert kernels() is not None
-    assert all(load(kind) is not None for kind in KINDS)
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -118,12 +118,11 @@ def test_auto_is_tried_with_matrices_packed_as_they_were_asked_for(
     assert [work.packed for work in tried] == [packed]
 
 
-def test_with_mixed_products_keys_and_values_are_bfloat16(
-    model_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("penstock.engine.torch_engine.products.has_fast_products", lambda: True)
+@pytest.mark.parametrize("packed", [False, True])
+def test_beside_bfloat16_matrices_keys_and_values_are_bfloat16(packed: bool, model_dirs: dict[str, Path]) -> None:
+    asked = EmbeddedEngineConfig(dtype="bfloat16", packed=packed)
     exact, _ = load_model(EmbeddedEngineConfig(), str(model_dirs["qwen2"]), deterministic=False)
-    mixed, _ = load_model(EmbeddedEngineConfig(dtype="bfloat16"), str(model_dirs["qwen2"]), deterministic=False)
+    mixed, _ = load_model(asked, str(model_dirs["qwen2"]), deterministic=False)
     # The dtype of a model is what its cache is made of.
     assert mixed.dtype == torch.bfloat16
     ids = torch.arange(40) * 7 % 96
@@ -193,7 +192,7 @@ def test_the_fused_forward_equals_the_models_own(kind: str, deterministic: bool,
             for part in [[part] for part in parts] if deterministic else [parts]:
                 model.prefill(part)
         for slot, prefix in enumerate(prefixes):
-            cache.place(prefix, slot)
+            cache.place(prefix, [slot])
         steps = []
         for step in range(20):
             positions = torch.tensor(starts) + step

@@ -5,23 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.engine.torch_engine.kernels import kernels
 from penstock.engine.torch_engine.products import (
     MixedProducts,
-    OneDnnPacking,
     PackedProducts,
-    Packing,
-    Panels,
     PlainProducts,
     Products,
     choose_products,
     packed_where_faster,
 )
 from penstock.models.bfloat16 import has_fast_products
-from penstock.models.packing import can_pack
+from penstock.models.kernels import kernels
+from penstock.models.packing import OneDnn, Packing, Panels, packing_for
 
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-DTYPES = [dtype for dtype in ROUNDING if can_pack(dtype)]
+DTYPES = [dtype for dtype in ROUNDING if has_fast_products() or packing_for(dtype, ()) is not None]
 
 
 def chosen(dtype: torch.dtype, *, deterministic: bool = False) -> Products:
@@ -29,8 +26,9 @@ def chosen(dtype: torch.dtype, *, deterministic: bool = False) -> Products:
 
 
 def packings(dtype: torch.dtype) -> list[Packing]:
-    compiled = kernels() if dtype == torch.bfloat16 else None
-    return [OneDnnPacking(), *([Panels(compiled)] if compiled is not None and compiled.multiplies else [])]
+    """Every one that works here, the engine's last."""
+    usual = packing_for(dtype, ())
+    return [OneDnn(), usual] if isinstance(usual, Panels) else [usual] if usual is not None else []
 
 
 PACKINGS = [(dtype, packing) for dtype in DTYPES for packing in packings(dtype)]
@@ -54,16 +52,16 @@ def test_packed_products_are_those_of_the_plain_matrices(dtype: torch.dtype, pac
 
 
 def test_bfloat16_matrices_lie_in_panels_where_what_was_compiled_multiplies() -> None:
-    packing = packings(torch.bfloat16)[-1]
-    if not isinstance(packing, Panels):
-        pytest.skip("this processor has no bfloat16 instructions, or nothing was compiled for them")
+    compiled = kernels()
+    if compiled is None or not compiled.multiplies or has_fast_products():
+        pytest.skip("nothing was compiled for this processor's bfloat16 instructions, or it has AMX")
     matrices = [torch.randn(32, 16).bfloat16()]
     products = packed_where_faster(chosen(torch.bfloat16), matrices, packed=True)
     x = torch.full((1, 16), 2.0**-12)
     exact = (x @ matrices[0].float().t()) * 1.0
     torch.testing.assert_close(products.apply(x, matrices[0], None), exact, atol=0, rtol=1e-5)
-    odd = [torch.randn(32, 15).bfloat16()]
-    assert isinstance(packed_where_faster(chosen(torch.bfloat16), odd, packed=True), PackedProducts)
+    assert isinstance(packing_for(torch.bfloat16, [16, 576]), Panels)
+    assert isinstance(packing_for(torch.bfloat16, [16, 575]), OneDnn), "pairs are multiplied"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -82,7 +80,7 @@ def test_matrices_are_packed_when_that_is_asked_for_and_never_in_a_deterministic
 
 
 def test_bfloat16_matrices_are_not_packed_where_the_products_of_amx_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.torch_engine.products.has_fast_products", lambda: True)
+    monkeypatch.setattr("penstock.models.packing.has_fast_products", lambda: True)
     matrices = [torch.randn(32, 16).bfloat16()]
     assert type(packed_where_faster(chosen(torch.bfloat16), matrices, packed=True)) is MixedProducts
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from penstock.engine.torch_engine.kernels import BLOCK, Kernels, kernels
 from penstock.engine.torch_engine.sampling import Sampling, fold_seed, invert_cdf, sample, uniforms
+from penstock.models.kernels import BLOCK, Kernels, kernels
 
 SEEDS = st.integers(-(2**70), 2**70)
 UNIFORMS = st.floats(0, 1, exclude_max=True)

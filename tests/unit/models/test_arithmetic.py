@@ -88,7 +88,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def be(*, amx: bool = False, packs: Collection[torch.dtype] = BOTH) -> None:
         monkeypatch.setattr("penstock.models.arithmetic.has_fast_products", lambda: amx)
-        monkeypatch.setattr("penstock.models.arithmetic.can_pack", lambda dtype: dtype in packs)
+        monkeypatch.setattr("penstock.models.packing.has_fast_products", lambda: amx)
+        monkeypatch.setattr("penstock.models.packing.kernels", lambda: None)
+        monkeypatch.setattr("penstock.models.packing._onednn_packs", lambda dtype: dtype in packs)
 
     return be
 
@@ -103,8 +105,13 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Callable[[Work], set[str]]:
         multiplied.append(str(x.dtype).removeprefix("torch."))
         return x @ matrix
 
-    def packed(x: Tensor, matrix: Tensor) -> None:
-        multiplied.append(f"{matrix.dtype} packed".removeprefix("torch."))
+    class Packed:
+        def pack(self, matrix: Tensor) -> Tensor:
+            return matrix
+
+        def multiply(self, x: Tensor, matrix: Tensor, room: Tensor) -> Tensor:
+            multiplied.append(f"{matrix.dtype} packed".removeprefix("torch."))
+            return room
 
     def shortest(ways: Mapping[str, Callable[[], None]]) -> dict[str, float]:
         for name, way in ways.items():
@@ -120,8 +127,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Callable[[Work], set[str]]:
         return set(names)
 
     monkeypatch.setattr("penstock.models.arithmetic.shortest", shortest)
-    monkeypatch.setattr("penstock.models.arithmetic.pack", lambda matrix: matrix)
-    monkeypatch.setattr("penstock.models.arithmetic.packed_product", packed)
+    monkeypatch.setattr("penstock.models.packing.OneDnn", Packed)
     monkeypatch.setattr("penstock.models.arithmetic.product", plain)
     monkeypatch.setattr("torch.mm", plain)
     return find
@@ -181,7 +187,7 @@ def test_what_trains_is_not_packed(amx: bool, machine: Any, tried: Any) -> None:
 
 def test_a_dtype_takes_as_long_as_the_faster_of_its_ways(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     machine()
-    monkeypatch.setattr("penstock.models.arithmetic.pack", lambda matrix: matrix)
+    monkeypatch.setattr("penstock.models.packing.OneDnn.pack", lambda self, matrix: matrix)
     seconds = {"float32": 3.0, "float32 packed": 2.0, "bfloat16": 4.0, "bfloat16 packed": 5.0}
     monkeypatch.setattr("penstock.models.arithmetic.shortest", lambda ways: {name: seconds[name] for name in ways})
     assert try_out(layers_of(100 << 20)) == {"float32": 2.0, "bfloat16": 4.0}

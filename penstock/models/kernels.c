@@ -27,6 +27,7 @@ enum { LANES = 8 };
 #endif
 enum { TOGETHER = 4 };  /* queries that share what is loaded of a key or value */
 enum { ROWS = 8, VECTORS = 3, PANEL = 16 * VECTORS };  /* of a product: what is kept in registers */
+enum { NEAR = 512 };    /* rows that all panels are multiplied with before the next ones are: they stay in the caches */
 enum { BLOCK = 128 };   /* logits that are summed together, as in sampling.py */
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
@@ -412,7 +413,9 @@ EXPORT void penstock_multiply(const void *x, const void *panels, float *out, int
     {
         int64_t begin, end;
         share((width + PANEL - 1) / PANEL, &begin, &end);
-        multiply(x, panels, out, rows, pairs, width, begin, end);
+        for (int64_t row = 0; row < rows; row += NEAR)
+            multiply((const uint16_t *)x + 2 * row * pairs, panels, out + row * width, rows - row < NEAR ? rows - row : NEAR,
+                     pairs, width, begin, end);
     }
 }
 

@@ -1,8 +1,8 @@
 """What is compiled, `kernels.c`: when Penstock is installed where there is a C compiler, for each kind of processor.
 
 It computes in float32; keys and values, and what comes from a product or goes into one, may be bfloat16. Everything
-lies on the CPU, in one piece, and in whole vectors of 16 numbers. Its sums are made in another order than torch's, so
-deterministic runs do without it.
+lies on the CPU, in one piece; what is normed, gated and attended to, in whole vectors of 16 numbers. Sums are made in
+another order than torch's, so deterministic runs do without it.
 """
 
 from __future__ import annotations
@@ -65,13 +65,20 @@ class Kernels:
         """A copy of out x in (bfloat16, an even number in) for `product`: whole panels of its columns, where pairs of
         numbers lie column by column."""
         width, pairs = matrix.shape[0], matrix.shape[1] // 2
-        whole = matrix.new_zeros(-width % PANEL, matrix.shape[1])
-        rows = torch.cat((matrix, whole)) if len(whole) else matrix
-        return rows.contiguous().view(torch.int32).view(-1, PANEL, pairs).transpose(1, 2).contiguous()
+        whole = width - width % PANEL
+        panels = torch.zeros(-(-width // PANEL), pairs, PANEL, dtype=torch.int32)
+        bits = matrix.contiguous()
+        bits = (bits.clone() if bits.storage_offset() % 2 else bits).view(torch.int32)
+        panels[: whole // PANEL] = bits[:whole].view(-1, PANEL, pairs).transpose(1, 2)
+        if width > whole:
+            panels[-1, :, : width - whole] = bits[whole:].t()
+        return panels
 
     def product(self, x: Tensor, panels: Tensor, out: Tensor) -> Tensor:
         """x (rows x in, bfloat16) through a matrix that lies in panels, into `out` (rows x out, float32)."""
         rows, pairs = x.shape[0], panels.shape[1]
+        if not rows:
+            return out
         if x.shape[1] != 2 * pairs or len(out) != rows or not 0 <= len(panels) * PANEL - out.shape[1] < PANEL:
             raise ValueError(f"{tuple(x.shape)} times panels {tuple(panels.shape)} into {tuple(out.shape)}")
         if x.dtype != torch.bfloat16 or out.dtype != torch.float32 or not out.is_contiguous():
@@ -151,7 +158,7 @@ def kernels() -> Kernels | None:
 def load(kind: str) -> Kernels | None:
     """torch is loaded before it: both then have one team of OpenMP threads."""
     try:
-        module = importlib.import_module(f"penstock.engine.torch_engine._kernels_{kind}")
+        module = importlib.import_module(f"penstock.models._kernels_{kind}")
         library = ctypes.CDLL(str(module.__file__))
     except (ImportError, OSError):
         return None
