@@ -81,7 +81,8 @@ def configurations() -> list[type[Config]]:
         # Recipes and commands define none; what begins a process when it is imported is no library.
         if parts[1] not in ("recipes", "cli", "testing") and parts[-1] != "__main__" and "torch_engine" not in parts:
             source = importlib.util.find_spec(module.name)
-            if source is not None and source.origin is not None and "Config)" in Path(source.origin).read_text():
+            origin = Path(source.origin) if source is not None and source.origin is not None else None
+            if origin is not None and origin.suffix == ".py" and "Config)" in origin.read_text():
                 importlib.import_module(module.name)
     # Recipes may have been imported by whoever asks; what they define is theirs.
     packages = {cls: cls.__module__.split(".")[:2] for cls in _subclasses(Config)}

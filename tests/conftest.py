@@ -19,8 +19,12 @@ from hypothesis import strategies as st
 
 SIZES = ("small", "long", "full")
 
-# A job in a shell's background ignores these, and so would everything that a test starts and interrupts.
-for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+# A job in a shell's background, or under nohup, ignores these, and so would everything that a test starts and signals.
+for number, usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGQUIT, signal.SIG_DFL),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 

@@ -59,7 +59,6 @@ def test_after_a_sync_the_engine_scores_as_the_trainer_and_not_as_the_base(
 ) -> None:
     # Without AMX bfloat16 would be torch.autocast in the trainer, which also rounds what lies between two products.
     monkeypatch.setattr("penstock.learn.load.has_fast_products", lambda: True)
-    monkeypatch.setattr("penstock.engine.torch_engine.products.has_fast_products", lambda: True)
     worker, batch = trained_worker(tiny_dir, LoRAConfig(rank=4, sync=sync), **fields)
     trained = scored_by_trainer(worker, batch)
     engine = EmbeddedEngineConfig(**engine_fields).build(str(tiny_dir), load_tokenizer(tiny_dir), threads=1)
