@@ -282,6 +282,10 @@ def test_a_killed_controller_is_followed_by_another_and_no_answer_is_lost(
     other = make_subject(model_dir, reference).other_weights
 
     async def test(engines: RayEngines, told: Told) -> None:
+        async def found_both(times: int) -> None:
+            # A controller that is killed before it has looked at an engine, or before its word has come, says nothing.
+            await told.until(lambda: all(told.of(name) == ["active"] * times for name in ("engine-0", "engine-1")))
+
         channel = build_channel(other, engines, WriterSettings(kind="shared_memory"))
         await channel.publish(5)
         expected = [ids_of(answer) for answer in await ask_all(engines, 8, max_tokens=200)]
@@ -292,6 +296,7 @@ def test_a_killed_controller_is_followed_by_another_and_no_answer_is_lost(
         assert [ids_of(answer) for answer in answers] == expected
         assert all(answer.steps == ((5, 200),) for answer in answers)
         assert await engines.model_step() == 5
+        await found_both(1)
         # Paused, it is followed by one that is paused.
         await engines.pause_generation()
         os.kill((await engines.controller.identify()).pid, signal.SIGKILL)
@@ -300,6 +305,7 @@ def test_a_killed_controller_is_followed_by_another_and_no_answer_is_lost(
         await channel.publish(6)
         await engines.continue_generation()
         assert {answer.steps for answer in await ask_all(engines, 4)} == {((6, 12),)}
+        await found_both(2)
         await channel.close()
 
     story = play(session, context(model_dir, num_engines=2), test)
