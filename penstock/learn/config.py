@@ -185,7 +185,8 @@ class TrainWorkerConfig(Config):
     ) -> TorchTrainWorker:
         """Load the model. Raises ModelError when it cannot be loaded or trained exactly.
 
-        It computes with `threads`, and with `most_threads` while the cores for them are idle.
+        It computes with at most `threads`, fewer beside others; with `most_threads` those are its for certain, and
+        more while they are idle. Their number is fixed when it is deterministic.
         """
         from penstock.learn.worker import TorchTrainWorker
 

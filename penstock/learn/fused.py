@@ -24,6 +24,7 @@ from penstock.learn.linear import Gradients, JoinedLinear
 from penstock.learn.lora import adapters_of
 from penstock.learn.pack import MicroBatch
 from penstock.models.families import head_dim, is_like_llama
+from penstock.models.threads import Pace
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -66,8 +67,9 @@ class FusedModel:
         share_prompts: bool = True,
         activation_checkpointing: bool = False,
         adapted: bool = True,
+        pace: Pace | None = None,
     ) -> None:
-        """Without `adapted` it is the base under the adapters."""
+        """Without `adapted` it is the base under the adapters. `pace` is told of every layer, there and back."""
         self.share_prompts = share_prompts
         self._adapted = adapted
         self._frozen = False
@@ -78,6 +80,7 @@ class FusedModel:
         self._eps: float = config.rms_norm_eps
         self._gradients, self.dtype = gradients, dtype
         self._checkpointing = activation_checkpointing
+        self._pace = pace
         self._rotary = model.model.rotary_emb
         self._embedding: Parameter = model.model.embed_tokens.weight
         self._layers = [self._layer(layer) for layer in model.model.layers]
@@ -105,12 +108,13 @@ class FusedModel:
         """Of every target of a micro-batch that lies in one row. Gradients are added to the parameters' `.grad`."""
         attention = TreeAttention(micro_batch)
         rope = self._rope(torch.from_numpy(micro_batch.position_ids))
-        hidden = self._embed(torch.from_numpy(micro_batch.input_ids[0]))
-        for layer in self._layers:
+        hidden = self._after(0, self._embed(torch.from_numpy(micro_batch.input_ids[0])))
+        for number, layer in enumerate(self._layers, 1):
             if self._checkpointing and torch.is_grad_enabled():
                 hidden = checkpoint(self._run_layer, layer, hidden, attention, rope, use_reentrant=False)
             else:
                 hidden = self._run_layer(layer, hidden, attention, rope)
+            hidden = self._after(number, hidden)
         picked = hidden.index_select(0, torch.from_numpy(micro_batch.predicting))
         normed = _NormLinear.apply(picked, self._norm, None)  # type: ignore[no-untyped-call]
         targets, temperatures = torch.from_numpy(micro_batch.targets), torch.from_numpy(micro_batch.temperatures)
@@ -121,6 +125,13 @@ class FusedModel:
             return _Embed.apply(self._embedding, self._gradients, ids)  # type: ignore[no-any-return,no-untyped-call]
         # A frozen one has no gradient, but what comes after it has: autograd must find a beginning.
         return self._embedding.detach().index_select(0, ids).requires_grad_(torch.is_grad_enabled())
+
+    def _after(self, layers: int, hidden: Tensor) -> Tensor:
+        """What so many layers made of a micro-batch."""
+        if self._pace is None:
+            return hidden
+        first, last = layers == 0, layers == len(self._layers)
+        return _Told.apply(hidden, self._pace, first, last)  # type: ignore[no-any-return,no-untyped-call]
 
     def _run_layer(
         self, layer: _Layer, hidden: Tensor, attention: TreeAttention, rope: tuple[Tensor, Tensor]
@@ -167,6 +178,28 @@ class FusedModel:
 
     def _join(self, *layers: torch.nn.Linear) -> JoinedLinear:
         return JoinedLinear(list(layers), self.dtype, self._gradients, adapted=self._adapted)
+
+
+class _Told(torch.autograd.Function):
+    """Nothing but a place between layers: here one ends and the next begins, on the way there and on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, pace: Pace, first: bool, last: bool) -> Tensor:
+        ctx.pace, ctx.last = pace, last
+        if first:
+            pace.begin()
+        else:
+            pace.piece(len(hidden))
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.last:
+            ctx.pace.begin()
+        else:
+            ctx.pace.piece(2 * len(grad))  # about twice the work of the way there
+        return grad, None, None, None
 
 
 class _Embed(torch.autograd.Function):

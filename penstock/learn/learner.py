@@ -51,7 +51,7 @@ from penstock.learn.state import (
 from penstock.learn.step_metrics import StepMetrics, StepReport
 from penstock.models.bfloat16 import keep_onednn_alive
 from penstock.models.cores import ThreadCount
-from penstock.models.threads import Team, release_threads
+from penstock.models.threads import Pace, Team, release_threads
 from penstock.rollout import FloatArray
 from penstock.unbuffered import FileSum
 from penstock.weights.digest import with_pool
@@ -78,9 +78,9 @@ class Learner:
         self._model_dir = model_dir
         self._total_steps = total_steps
         self._deterministic = deterministic
-        least = threads or torch.get_num_threads()
-        most = least if deterministic or most_threads is None else most_threads
-        self._team = Team(ThreadCount(most, least))
+        # What other ranks use of the same cores is not taken from this one.
+        fixed = deterministic or self._peers.size > 1
+        self._team = Team(_thread_count(threads or torch.get_num_threads(), most_threads, fixed=fixed))
         self._objective = Objective(config)
         self._gradients = Gradients()
         keep_onednn_alive()
@@ -93,7 +93,12 @@ class Learner:
             )
             check_head(self.model)
             self._way = choose_way(
-                self.model, config, self._gradients, deterministic=deterministic, sharded=self._sharded
+                self.model,
+                config,
+                self._gradients,
+                deterministic=deterministic,
+                sharded=self._sharded,
+                pace=Pace(self._team),
             )
             self._reference = (
                 build_reference(config.kl, self.model, self._way, config, model_dir, deterministic=deterministic)
@@ -158,6 +163,7 @@ class Learner:
             "shared_prompts": float(self._way.share_prompts),
             "fused": float(self._way.one_row),
             "bfloat16": float(self._way.dtype == torch.bfloat16),
+            "threads": float(self._team.count),
         }
         return step.report(settings, logprobs)
 
@@ -459,6 +465,13 @@ class Learner:
             torch.use_deterministic_algorithms(strict)
             torch.set_num_threads(threads)
             release_threads()
+
+
+def _thread_count(threads: int, most: int | None, *, fixed: bool) -> ThreadCount:
+    """At most `threads`; with `most` those are its for certain, and more while they are idle."""
+    if fixed:
+        return ThreadCount(threads, threads)
+    return ThreadCount(threads, 1) if most is None else ThreadCount(most, threads)
 
 
 def _number(value: Tensor) -> float:

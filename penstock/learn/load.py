@@ -26,6 +26,7 @@ from penstock.models.arithmetic import choose, work_of
 from penstock.models.bfloat16 import has_fast_products
 from penstock.models.context import attention_window
 from penstock.models.load import load_causal_lm
+from penstock.models.threads import Pace
 from penstock.rollout import ROOT, IntArray
 
 TOLERANCE = 1e-3
@@ -107,9 +108,18 @@ def can_share_prompts(model: Any) -> bool:
 
 
 def choose_way(
-    model: Any, config: TrainWorkerConfig, gradients: Gradients, *, deterministic: bool, sharded: bool = False
+    model: Any,
+    config: TrainWorkerConfig,
+    gradients: Gradients,
+    *,
+    deterministic: bool,
+    sharded: bool = False,
+    pace: Pace | None = None,
 ) -> LogprobModel:
-    """The fused one for models and dtypes it serves, as far as it agrees with the plain one; never for shards."""
+    """The fused one for models and dtypes it serves, as far as it agrees with the plain one; never for shards.
+
+    `pace` is told of its passes.
+    """
     fused = config.fused and can_fuse(model) and not sharded
     if fused:
         exact = FusedModel(model, gradients, torch.float32, share_prompts=config.share_prompts)
@@ -124,9 +134,10 @@ def choose_way(
             dtype,
             share_prompts=config.share_prompts,
             activation_checkpointing=config.activation_checkpointing,
+            pace=pace,
         )
     share_prompts = config.share_prompts and can_share_prompts(model)
-    return PlainModel(model, dtype, share_prompts=share_prompts)
+    return PlainModel(model, dtype, share_prompts=share_prompts, pace=pace)
 
 
 def _difference(model: Any, way: LogprobModel, length: int = PROBE_TOKENS) -> float:

@@ -19,6 +19,7 @@ from torch import Tensor
 from penstock.learn.head import TokenLogprobs, apply_plain_head
 from penstock.learn.pack import MicroBatch
 from penstock.models.rounding import rounded
+from penstock.models.threads import Pace
 
 
 class PlainModel:
@@ -27,8 +28,12 @@ class PlainModel:
 
     one_row = False
 
-    def __init__(self, model: Any, dtype: torch.dtype = torch.float32, *, share_prompts: bool) -> None:
+    def __init__(
+        self, model: Any, dtype: torch.dtype = torch.float32, *, share_prompts: bool, pace: Pace | None = None
+    ) -> None:
+        """`pace` is told of every forward pass."""
         self.share_prompts = share_prompts
+        self._pace = pace
         self._model, self.dtype = model, dtype
         # A dense mask is as long as a row squared; a GPU need not make it. On a CPU FlexAttention has no backward pass.
         self._flex = share_prompts and model.device.type != "cpu"
@@ -55,7 +60,12 @@ class PlainModel:
         columns = (micro_batch.input_ids, micro_batch.position_ids, micro_batch.predicting, micro_batch.targets)
         ids, positions, predicting, targets = (torch.from_numpy(column).to(device) for column in columns)
         temperatures = torch.from_numpy(micro_batch.temperatures).to(device)
-        return TokenLogprobs(*self.module(ids, mask, positions, predicting, targets, temperatures, entropy_gradient))
+        if self._pace is not None:
+            self._pace.begin()
+        computed = self.module(ids, mask, positions, predicting, targets, temperatures, entropy_gradient)
+        if self._pace is not None:
+            self._pace.piece(ids.numel())
+        return TokenLogprobs(*computed)
 
 
 class _ToLogprobs(torch.nn.Module):

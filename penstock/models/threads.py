@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,6 +59,23 @@ class Team:
     def _look(self) -> None:
         if not self._wanted.fixed and (reading := self._read()) is not None:
             self._wanted.read(reading)
+
+
+class Pace:
+    """Tells a team how long each of many like pieces of work takes, while they are done one after the other."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._since = 0.0
+
+    def begin(self) -> None:
+        """The next piece begins."""
+        self._since = time.perf_counter()
+
+    def piece(self, size: int) -> None:
+        """One has ended, and the next begins. `size` is how much work it was: like is compared with like."""
+        self._team.stepped(time.perf_counter() - self._since, size)
+        self.begin()
 
 
 def release_threads() -> None:

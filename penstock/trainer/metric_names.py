@@ -92,6 +92,7 @@ METRICS = {
     "train/shared_prompts": "1 where a common context is computed once",
     "train/fused": "1 where the passes written for this family are used",
     "train/bfloat16": "1 where products are computed from bfloat16",
+    "train/threads": "CPU threads that the trainer computed with, at the end of the step; of each rank",
     # Where the time goes.
     "time/step_s": "a train step from beginning to end, evaluation not included",
     "time/<stage>_s": "of it: produce, prepare, train, commit, checkpoint, sync; and eval of an evaluation",
@@ -130,7 +131,7 @@ UNITS = (
     (r"produce/(rollouts|failed|filtered)|judger/(unjudged|cache_hits)", "rollouts"),
     (r"eval/failed_prompts", "prompts"),
     (r".*<figure>", "as the figure"),
-    (r"judger/\w+|turns/\w+|tools/\w+|train/micro_batches", "count"),
+    (r"judger/\w+|turns/\w+|tools/\w+|train/(micro_batches|threads)", "count"),
 )
 """The first pattern that fits a name of `METRICS` says what it is counted in."""
 

@@ -13,7 +13,9 @@ from penstock.learn.linear import Gradients
 from penstock.learn.load import LogprobModel
 from penstock.learn.logprobs import PlainModel
 from penstock.learn.pack import pack
+from penstock.models.cores import WINDOW_S, Reading, ThreadCount
 from penstock.models.rounding import rounded
+from penstock.models.threads import Pace, Team
 from penstock.rollout import Group
 
 RandomGroups = Callable[..., list[Group]]
@@ -80,6 +82,58 @@ def test_the_fused_passes_have_the_logprobs_and_the_gradient_of_transformers(
         for name, value in fused_gradient.items():
             largest = float(gradient[name].abs().max())
             assert float((value - gradient[name]).abs().max()) <= 1e-4 * largest, name
+
+
+@pytest.mark.parametrize("way", ["fused", "checkpointed", "plain"])
+def test_beside_a_busy_process_one_thread_less_computes_the_same(
+    tiny_model: ModelOf, random_groups: RandomGroups, way: str
+) -> None:
+    """The machine is a recording: another process takes a core from the third look on."""
+    looks = 0
+
+    def read() -> Reading:
+        nonlocal looks
+        looks += 1
+        others = max(0, looks - 2)
+        return Reading(at=2 * WINDOW_S * looks, busy=4 * WINDOW_S * looks, own=2 * WINDOW_S * (2 * looks - others))
+
+    model = _randomize(tiny_model("llama"))
+    batch = _long_and_short(random_groups)
+    pace = Pace(Team(ThreadCount(2, cores=2), read))
+    ways: dict[str, LogprobModel] = {
+        "fused": FusedModel(model, Gradients(), torch.float32, pace=pace),
+        "checkpointed": FusedModel(model, Gradients(), torch.float32, activation_checkpointing=True, pace=pace),
+        "plain": PlainModel(model, share_prompts=False, pace=pace),
+    }
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        found, gradient = _step(model, ways[way], batch, 100)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+    expected, exact = _step(model, PlainModel(model, share_prompts=False), batch, 10_000)
+    for token, pair in found.items():
+        assert pair == pytest.approx(expected[token], abs=1e-4)
+    for name, value in gradient.items():
+        assert float((value - exact[name]).abs().max()) <= 1e-4 * float(exact[name].abs().max()), name
+
+
+def test_layers_are_told_there_and_back_each_with_its_amount_of_work(
+    tiny_model: ModelOf, random_groups: RandomGroups
+) -> None:
+    told: list[int] = []
+
+    class Told(Pace):
+        def piece(self, size: int) -> None:
+            told.append(size)
+
+    model = tiny_model("llama")
+    way = FusedModel(model, Gradients(), torch.float32, pace=Told(Team(ThreadCount(1))))
+    [micro] = pack(prepare_batch(random_groups(3, num_groups=2), train_step=1), max_tokens=10_000, one_row=True)
+    way.logprobs(micro).logprobs.sum().backward()
+    layers, cells = model.config.num_hidden_layers, micro.input_ids.size
+    assert told == [cells] * layers + [2 * cells] * layers
 
 
 def test_prompts_that_begin_alike_have_the_gradient_of_each_alone(
