@@ -69,7 +69,7 @@ OTHER_TIERS := --ignore tests/vllm --ignore tests/verifiers --ignore tests/clust
 test: $(READY) ## all tests but the heavy tiers: test-long, crash-quick, test-ray, test-vllm, test-verifiers, test-browser, docs
 	$(PYTEST) tests $(OTHER_TIERS) -m 'not crash_tier and not long_tier and not soak_tier'
 
-test-long: $(READY) ## simulations and crashes by the thousand, and the tests that take tens of seconds
+test-long: $(READY) ## more simulations and crashes, and the tests that take tens of seconds; soak-sim has the most
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 25 tests $(OTHER_TIERS) --size long -m 'long_tier or sized'
 
 test-vllm: $(READY) $(VLLM_READY) ## the tests with a real vLLM

@@ -23,10 +23,9 @@ HERE = Path(__file__).parent
 NOT_ALONE = {"all", "since"}
 """Needs another checkout, or is this file."""
 SMALLER: dict[str, list[str]] = {
-    "lora": ["--steps", "4"],
     "train_step": ["--rounds", "3", "--only", "best"],
 }
-"""Arguments of those that take longer by themselves."""
+"""Arguments of those that take longer by themselves: `train_step` has more comparisons, see there."""
 QUICK: dict[str, list[str]] = {
     "engine": ["--quick"],
     "judges": ["--seconds", "0.5", "--rounds", "1", "--runs", "5"],
@@ -37,7 +36,7 @@ QUICK: dict[str, list[str]] = {
     "view": ["--rollouts", "50000"],
     "weights": ["--rounds", "2"],
 }
-TOO_LONG = {"cluster", "correction", "lora"}
+TOO_LONG = {"cluster", "correction", "lora", "quickstart"}
 """Not a part of --quick."""
 
 

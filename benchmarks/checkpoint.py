@@ -1,6 +1,7 @@
 """What a checkpoint of SmolLM2 costs a run: `quickstart` as a user runs it, with smaller steps and more checkpoints.
 
-checkpoint.stall_s          the time that a checkpoint keeps the loop from going on (median)
+checkpoint.stall_s          the time that a checkpoint keeps the loop from going on, and the model while it is
+                            copied: what a run waits at most (medians)
 checkpoint.write_s          from the snapshot until it is on the disk and read back, beside training (median)
 checkpoint.beside_vs_alone  a step while one is written, over a step while none is (medians)
 
@@ -10,15 +11,23 @@ python benchmarks/checkpoint.py [--checkpoints 3] [--threads 2]
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from peers import note, report
+
+from penstock.learn import TrainWorkerConfig
+from penstock.learn.batch import TrainAnswer, TrainBatch, TrainGroup, TrainSegment
+from penstock.models import resolve_model
+from penstock.rollout import ROOT
 
 INTERVAL = 4
 """Steps: a checkpoint is written long before the next is due."""
@@ -37,6 +46,36 @@ def run(run_dir: Path, checkpoints: int, threads: int) -> None:
     subprocess.run(command, check=True, stdout=sys.stderr)
 
 
+def small_batch() -> TrainBatch:
+    """Two answers of four tokens, one better than the other."""
+    prompt, zeros = np.arange(10, 18, dtype=np.int32), np.zeros(4, np.float32)
+    mask, steps = np.ones(4, np.uint8), np.zeros(4, np.int32)
+    answers = []
+    for index, reward in enumerate((1.0, -1.0)):
+        ids = np.arange(20 + index, 24 + index, dtype=np.int32)
+        segment = TrainSegment(ids, zeros, np.full(4, reward, np.float32), mask, steps, ROOT, len(prompt))
+        answers.append(TrainAnswer(f"0/{index}", reward, reward, [segment]))
+    return TrainBatch(1, [TrainGroup("0", prompt, answers)])
+
+
+async def copies(rounds: int, threads: int) -> list[float]:
+    """Seconds for which a pass through the model waits when it comes right behind a snapshot."""
+    worker = TrainWorkerConfig(lr=1e-6).build(resolve_model("smollm2-135m"), total_steps=10, threads=threads)
+    batch, found = small_batch(), []
+    await worker.train(batch)  # now there is a state of the optimiser
+    for _ in range(rounds + 1):
+        began = time.perf_counter()
+        await worker.score(batch)
+        alone = time.perf_counter() - began
+        began = time.perf_counter()
+        snapshot = await worker.snapshot(optimizer=True, export=False)
+        await worker.score(batch)
+        found.append(time.perf_counter() - began - alone)
+        del snapshot
+    await worker.close()
+    return found[1:]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoints", type=int, default=3)
@@ -51,11 +90,13 @@ def main() -> None:
         newest = max((run_dir / "checkpoints").glob("step-*"))
         megabytes = sum(path.stat().st_size for path in newest.iterdir()) / 1e6
     due = [step for step in trained if step % INTERVAL == 0]
-    stalls = [trained[step]["time/checkpoint_s"] for step in due]
+    waited = [trained[step]["time/checkpoint_s"] for step in due]
+    copied = asyncio.run(copies(arguments.checkpoints, arguments.threads))
     seconds = [event["seconds"] for event in written if event.get("train_step") in due]
-    note(f"stalls {stalls}, written in {seconds}")
-    detail = {"megabytes": round(megabytes), "threads": arguments.threads, "waits": waits}
-    report("checkpoint.stall_s", statistics.median(stalls), "s", stalls=[round(s, 3) for s in stalls], **detail)
+    note(f"waited {waited}, copied in {copied}, written in {seconds}")
+    detail: dict[str, Any] = {"megabytes": round(megabytes), "threads": arguments.threads, "waits": waits}
+    detail |= {"waited": [round(s, 3) for s in waited], "copied": [round(s, 3) for s in copied]}
+    report("checkpoint.stall_s", statistics.median(waited) + statistics.median(copied), "s", **detail)
     report("checkpoint.write_s", statistics.median(seconds), "s", seconds=[round(s, 2) for s in seconds])
     beside = [trained[step + 1]["time/step_s"] for step in due]
     alone = [trained[step - 1]["time/step_s"] for step in due]

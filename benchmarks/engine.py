@@ -196,11 +196,11 @@ def compare_contended(field: Field, best: dict[str, str], work: Work, rounds: in
     ours, vllm = best["ours"], best["vllm"]
     quiet: Results = defaultdict(list)
     results: Results = defaultdict(list)
-    for _ in range(rounds):
-        same = work.fixed()
-        rounds_of(field, [ours, vllm], iter([same]), quiet)
+    for number in range(rounds):
+        names = [ours, vllm] if number % 2 == 0 else [vllm, ours]
+        rounds_of(field, names, iter([work.fixed()]), quiet)
         with busy_process():
-            rounds_of(field, [ours, vllm], iter([same]), results)
+            rounds_of(field, names, iter([work.fixed()]), results)
     kept = {
         name: [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(results[name], quiet[name], strict=True)]
         for name in (ours, vllm)

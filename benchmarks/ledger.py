@@ -7,6 +7,8 @@ ledger.durable_turns_per_s    turns of 64 tokens of groups that are being played
 ledger.index_us_per_group     what the indexes for readers cost the writer, from a group's draw to its training
 ledger.open_100k_s            open and restore a ledger that holds 100,000 completed groups
 ledger.open_1m_s              the same with 1,000 completed groups, after 1,000,000 that were trained; `tenth`: 100,000
+ledger.open_1m_mb             what that adds to the memory of a new process, over what it adds with a tenth of them
+ledger.step_1m                draw, finish, take, commit and prune a batch then, over the same with a tenth of them
 ledger.story_ms               the story of one group among them
 ledger.step_wait_percent      of a `quickstart` step, the time in which some ledger call was under way
 """
@@ -25,6 +27,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +48,8 @@ AT_ONCE = 64
 IN_FLIGHT = 512
 """Groups that wait for durability at the same time."""
 
+STEPS = 50
+"""Train steps that are timed after a long history."""
 ROUNDS, MAX_ROUNDS = 5, 20
 QUIET_PERCENT = 2.0
 
@@ -276,25 +282,50 @@ async def open_seconds(directory: Path, groups: int) -> float:
     return seconds
 
 
-async def reopen(directory: Path, step: int, live: int) -> dict[str, float]:
-    """A run that was long: seconds to open it for the first time and again, and what that adds to the process."""
-    started = time.perf_counter()
-    buffer = ReplayBuffer(storage=Ledger.open(directory))
-    drawn = buffer.restore(step, {"sums": StaleRule(10**9)}).cursors["sums"]
-    first = time.perf_counter() - started
-    await asyncio.gather(*(store(buffer, draw) for draw in range(drawn, drawn + live)))
-    await buffer.close()
-    del buffer
-    before = resident_mb()
-    started = time.perf_counter()
-    buffer = ReplayBuffer(storage=Ledger.open(directory))
-    buffer.restore(step, {"sums": StaleRule(10**9)})
-    again = time.perf_counter() - started
-    if buffer.count("sums", Status.COMPLETED) != live or buffer.conservation().drawn != drawn + live:
-        raise AssertionError("groups are missing after the restart")
-    grown = resident_mb() - before
-    await buffer.close()
-    return {"open_s": again, "first_open_s": first, "resident_mb": grown}
+def reopen(directory: Path, trained: int, live: int) -> dict[str, float]:
+    """A run that was long: seconds to open it for the first time and again, what that adds to a process that did
+    nothing else before, and what a train step of `AT_ONCE` groups takes then."""
+    step = write_trained(directory, trained)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as alone:
+        first = alone.submit(_first_opening, directory, step, live).result()
+        return first | alone.submit(_opening, directory, step, trained, live).result()
+
+
+def _first_opening(directory: Path, step: int, live: int) -> dict[str, float]:
+    async def opened() -> dict[str, float]:
+        started = time.perf_counter()
+        buffer = ReplayBuffer(storage=Ledger.open(directory))
+        drawn = buffer.restore(step, {"sums": StaleRule(10**9)}).cursors["sums"]
+        seconds = time.perf_counter() - started
+        await asyncio.gather(*(store(buffer, draw) for draw in range(drawn, drawn + live)))
+        await buffer.close()
+        return {"first_open_s": seconds}
+
+    return asyncio.run(opened())
+
+
+def _opening(directory: Path, step: int, trained: int, live: int) -> dict[str, float]:
+    async def opened() -> dict[str, float]:
+        before, started = resident_mb(), time.perf_counter()
+        buffer = ReplayBuffer(storage=Ledger.open(directory))
+        draw = buffer.restore(step, {"sums": StaleRule(10**9)}).cursors["sums"]
+        seconds, grown = time.perf_counter() - started, resident_mb() - before
+        if buffer.count("sums", Status.COMPLETED) != live or buffer.conservation().trained != trained:
+            raise AssertionError("groups are missing after the restart")
+        steps = []
+        for number in range(step + 1, step + 1 + STEPS):
+            began = time.perf_counter()
+            await asyncio.gather(*(store(buffer, draw + each) for each in range(AT_ONCE)))
+            draw += AT_ONCE
+            buffer.take_batch({"sums": AT_ONCE}, train_step=number)
+            buffer.commit(number)
+            await buffer.flush()
+            await buffer.prune(number)
+            steps.append(time.perf_counter() - began)
+        await buffer.close()
+        return {"open_s": seconds, "resident_mb": grown, "step_ms": statistics.median(steps) * 1e3}
+
+    return asyncio.run(opened())
 
 
 def resident_mb() -> float:
@@ -424,17 +455,23 @@ def main() -> None:
         seconds = asyncio.run(open_seconds(large, asked.open_groups))
         say("ledger.open_100k_s", seconds, "s", {"groups": asked.open_groups, "target": "< 5"})
         say("ledger.story_ms", story * 1e3, "ms", {"groups": asked.open_groups})
+        after: list[dict[str, float]] = []
         for trained in (asked.trained_groups // 10, asked.trained_groups):
             long = fresh()
-            found = asyncio.run(reopen(long, write_trained(long, trained), asked.live_groups))
+            after.append(reopen(long, trained, asked.live_groups))
             detail = {"trained": trained, "live": asked.live_groups, "target": "<= 5"}
-            detail |= {name: round(value, 3) for name, value in found.items()}
+            detail |= {name: round(value, 3) for name, value in after[-1].items()}
             detail["file_mb"] = round((long / LEDGER_FILE).stat().st_size / 2**20)
             name = "1m" if trained == asked.trained_groups else "tenth"
-            say(f"ledger.open_{name}_s", found["open_s"], "s", detail)
-        waited, whole = step_wait(fresh(), asked.steps)
-        detail = {"waited_s": round(waited, 4), "steps_s": round(whole, 2), "steps": asked.steps, "target": "< 1"}
-        say("ledger.step_wait_percent", 100 * waited / whole, "%", detail)
+            say(f"ledger.open_{name}_s", after[-1]["open_s"], "s", detail)
+        tenth, whole = after
+        megabytes = {"mb": round(whole["resident_mb"], 1), "tenth_mb": round(tenth["resident_mb"], 1)}
+        say("ledger.open_1m_mb", whole["resident_mb"] / tenth["resident_mb"], "ratio", megabytes)
+        milliseconds = {"ms": round(whole["step_ms"], 2), "tenth_ms": round(tenth["step_ms"], 2)}
+        say("ledger.step_1m", whole["step_ms"] / tenth["step_ms"], "ratio", milliseconds)
+        waited, seconds = step_wait(fresh(), asked.steps)
+        detail = {"waited_s": round(waited, 4), "steps_s": round(seconds, 2), "steps": asked.steps, "target": "< 1"}
+        say("ledger.step_wait_percent", 100 * waited / seconds, "%", detail)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ lora.gain_vs_quickstart         rise of the mean reward (last third of the steps
 lora.optimizer_vs_quickstart    bytes of the optimiser's state over quickstart's
 lora.checkpoint_mb              a checkpoint, all files
 
-python benchmarks/lora.py [--steps 25] [--threads 2]
+python benchmarks/lora.py [--steps 16] [--threads 2]
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run(recipe: str, steps: int, threads: int, directory: Path) -> dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:

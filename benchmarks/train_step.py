@@ -156,7 +156,7 @@ def compare(name: str, job: dict[str, Any], rounds: int, ways: list[Way]) -> Non
     detail |= {"cpu": cpu_name(), "oneDNN": bf16_environment(trl_python()) or "as it is"}
     detail |= {"dtype": dtype, "trl": way._asdict(), "trl_tried_s": tried}
     names = [name]
-    if name == "best" and dtype == way.dtype == "float32":
+    if name == "best" and dtype == ours.ready["engine_dtype"] == way.dtype == "float32":
         names.append("fp32")
     for figure, key in [(f"{part}.vs_trl.{each}", f"{part}_s") for each in names for part in ("step", "train")]:
         ratios = [answers["trl"][key] / answers["ours"][key] for answers in steps]

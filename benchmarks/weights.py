@@ -127,7 +127,8 @@ async def measure(directory: Path, weights: Weights, rounds: int, threads: int) 
         speeds, copies = [], []
         for step in range(WARM + 1, WARM + rounds + 1):
             copies.append(memcpy.bytes_per_second())
-            speeds.append((await channel.publish(step)).bytes_per_second)
+            published = await channel.publish(step)
+            speeds.append(published.num_bytes / published.seconds)
         private = memory.stop()
     finally:
         await channel.close()

@@ -209,10 +209,6 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     seconds: float
 
-    @property
-    def bytes_per_second(self) -> float:
-        return self.num_bytes / self.seconds if self.seconds > 0 else 0.0
-
 
 class Engine(Protocol):
     """Text generation. Every engine passes the one suite in `tests/engine_contract.py`."""

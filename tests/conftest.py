@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,6 +42,16 @@ def size(request: pytest.FixtureRequest) -> Callable[[int, int, int], int]:
     """How much a sized test does: `size(small, long, full)`."""
     chosen = SIZES.index(request.config.getoption("--size"))
     return lambda small, long, full: (small, long, full)[chosen]
+
+
+@pytest.fixture
+def computing_with() -> Iterator[Callable[[int], None]]:
+    """`computing_with(2)`: torch has so many threads until the test ends."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -112,8 +112,11 @@ def scoring_batch(prompts: list[list[int]], answers: list[list[int]]) -> TrainBa
 def main() -> None:
     trainer = make_config().build(run_dir=job["scratch"], observers=Observers(display=OneStepPerRequest()))
     scores = asyncio.run(trainer.parts.worker.score(scoring_batch(*job["score"])))
+    found = trainer.parts.arithmetic
     serve.answer(
-        scores=[segment.tolist() for [segment] in scores.values()], dtype=trainer.parts.arithmetic.train or job["dtype"]
+        scores=[segment.tolist() for [segment] in scores.values()],
+        dtype=found.train or job["dtype"],
+        engine_dtype=found.engine or job["dtype"],
     )
     trainer.fit()
 

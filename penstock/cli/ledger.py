@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, RefusedError
 
 EnumT = TypeVar("EnumT", bound=enum.StrEnum)
 
@@ -20,6 +20,11 @@ def add_to(commands: Any) -> None:
     command.add_argument("--state", help="list the groups in a state: running, discarded, ...")
     command.add_argument("--reason", help="of discarded groups: failed, filtered, ...")
     command.add_argument("--find", metavar="WORDS", help="list saved rollouts whose prompt or answer has these words")
+    command.add_argument(
+        "--reindex",
+        action="store_true",
+        help="make the index that --find and the page search anew from the trajectories",
+    )
     command.add_argument("--limit", type=int, default=50, help="how many are listed (default: 50)")
     command.add_argument("--json", action="store_true")
     command.set_defaults(run=ledger)
@@ -28,12 +33,29 @@ def add_to(commands: Any) -> None:
 def ledger(options: argparse.Namespace) -> int:
     from penstock.replay.story import group_story, ledger_summary, render_story, render_summary
 
+    if options.reindex:
+        return _reindex(options.run_dir)
     if options.state is not None or options.find is not None:
         return _listed(options)
     whole = options.group is None
     found = ledger_summary(options.run_dir) if whole else group_story(options.run_dir, options.group)
     text = render_summary(found) if whole else render_story(found)
     print(json.dumps(found, indent=2) if options.json else text)
+    return 0
+
+
+def _reindex(run_dir: Path) -> int:
+    from penstock.replay.lock import lock_directory
+    from penstock.trainer.index import RolloutIndex
+
+    if not (run_dir / "trajectories").is_dir():
+        raise RefusedError(f"{run_dir} has no trajectories: it is not a run directory, or nothing was trained yet")
+    lock = lock_directory(run_dir)  # what a run writes meanwhile would be missing
+    try:
+        index = RolloutIndex.rebuild(run_dir)
+    finally:
+        lock.release()
+    print(f"{index.path} is made anew")
     return 0
 
 

@@ -213,6 +213,10 @@ def _how_to_install() -> str:
     )
 
 
+REQUEST_TRIES = 3
+"""How often the controller tries a request, on one engine after another."""
+
+
 class RolloutControllerConfig(Config):
     """The one door to the engines: how many requests each takes, and how long anything may take."""
 

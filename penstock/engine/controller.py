@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 
 import msgspec
 
-from penstock.engine.config import RolloutControllerConfig
+from penstock.engine.config import REQUEST_TRIES, RolloutControllerConfig
 from penstock.engine.health import Fleet, Member, RequestClock, Standing
 from penstock.engine.lifecycle import LEAVING, EngineState
 from penstock.engine.membership import Membership, NewEngine
@@ -41,7 +41,6 @@ from penstock.ports import (
 )
 from penstock.rollout import FailureReason, FinishReason
 
-MAX_REROUTES = 2
 JUDGES_SHARE = 4
 """One place of so many is kept for judges, where judges ask the engines."""
 
@@ -73,11 +72,6 @@ class RolloutController:
         """Ids of live requests that were aborted; they are not given to another engine."""
         self._syncing = asyncio.Lock()
         self._closed = False
-
-    @property
-    def engines(self) -> dict[str, Engine]:
-        """By name, to be looked at; whoever wants an answer asks the controller."""
-        return {member.name: member.engine for member in self._fleet.members}
 
     # Requests.
 
@@ -245,7 +239,7 @@ class RolloutController:
     def _note_failed(self, ticket: Ticket, member: Member, failure: InfrastructureFailure) -> None:
         """Another engine is asked, or the failure is the answer."""
         ticket.avoid.append(member.name)
-        if self._closed or len(ticket.avoid) > MAX_REROUTES:
+        if self._closed or len(ticket.avoid) >= REQUEST_TRIES:
             raise failure
 
     async def _check_steps(self, completion: Completion, request: GenerateRequest, member: Member, oldest: int) -> None:

@@ -80,7 +80,7 @@ class Learner:
         self._deterministic = deterministic
         # What other ranks use of the same cores is not taken from this one.
         fixed = deterministic or self._peers.size > 1
-        self._team = Team(_thread_count(threads or torch.get_num_threads(), most_threads, fixed=fixed))
+        self._team = Team(ThreadCount.of(threads or torch.get_num_threads(), most_threads, fixed=fixed))
         self._objective = Objective(config)
         self._gradients = Gradients()
         keep_onednn_alive()
@@ -465,13 +465,6 @@ class Learner:
             torch.use_deterministic_algorithms(strict)
             torch.set_num_threads(threads)
             release_threads()
-
-
-def _thread_count(threads: int, most: int | None, *, fixed: bool) -> ThreadCount:
-    """At most `threads`; with `most` those are its for certain, and more while they are idle."""
-    if fixed:
-        return ThreadCount(threads, threads)
-    return ThreadCount(threads, 1) if most is None else ThreadCount(most, threads)
 
 
 def _number(value: Tensor) -> float:

@@ -181,7 +181,7 @@ def _round_of(work: Work, dtype: torch.dtype, packing: Packing | None = None) ->
     matrices = [torch.full(shape, 0.01, dtype=dtype) for shape in shapes]
     states = {into: torch.full((work.rows, into), 0.01, dtype=dtype) for _, into in shapes}
     multiply = product if dtype == torch.bfloat16 and has_fast_products() else torch.mm
-    rooms = {out: torch.empty(work.rows, out) for out, _ in shapes} if packing is not None else {}
+    rooms = {out: torch.empty(work.rows, out, dtype=torch.float32) for out, _ in shapes} if packing is not None else {}
     packed = [packing.pack(matrix) for matrix in matrices] if packing is not None else []
 
     def run_packed(packing: Packing) -> None:

@@ -16,6 +16,7 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,14 +52,22 @@ class ThreadCount:
         self.count = most
         self._cores = cores or available_cores()
         self._last: Reading | None = None
-        self._times: list[float] = []
-        """Of the steps since the last look, or with the number that is being tried; all with about as many rows."""
-        self._rows = 0
+        self._timed = False
+        """Whether anybody tells how long steps take."""
+        self._times: dict[int, list[float]] = {}
+        """Of the steps since the last look, or with the number that is being tried, by how many rows they had."""
         self._wish = most
         """What the last look asked for."""
-        self._before: tuple[int, float] | None = None
-        """While a number is tried: the one that was left, and how long a step took with it."""
+        self._before: tuple[int, dict[int, float]] | None = None
+        """While a number is tried: the one that was left, and how long steps took with it."""
         self._hold_until, self._hold_s = 0.0, HOLD_S
+
+    @classmethod
+    def of(cls, threads: int, most: int | None = None, *, fixed: bool = False) -> ThreadCount:
+        """At most `threads`; with `most` those are its for certain, and more while they are idle."""
+        if fixed:
+            return cls(threads, threads)
+        return cls(threads) if most is None else cls(most, threads)
 
     @property
     def fixed(self) -> bool:
@@ -77,37 +86,46 @@ class ThreadCount:
         self._last = now
         if self.trying:
             return
-        times, self._times = self._times, []
+        times, self._times = self._times, {}
         if last is None or self.fixed or now.at < self._hold_until:
             return
         passed = now.at - last.at
         others = max(0.0, (now.busy - last.busy - (now.own - last.own)) / passed)
         wish = min(self.most, max(self.least, math.floor(self._cores - others + 0.5)))
-        if self._rows and wish == self.count and (now.waited - last.waited) / passed > WAITS:
+        if self._timed and wish == self.count and (now.waited - last.waited) / passed > WAITS:
             wish = max(self.least, self.count - 1)
         asked_before, self._wish = self._wish, wish
-        if wish == self.count or (self._rows and (wish != asked_before or not times)):
+        if wish == self.count or (self._timed and (wish != asked_before or not times)):
             # Of one that is timed the steps since the last look must all be of the machine as it is now.
             return
-        self._before = (self.count, statistics.median(times)) if times else None
+        usual = {rows: statistics.median(each) for rows, each in times.items()}
+        self._before = (self.count, usual) if usual else None
         self.count = wish
 
     def took(self, seconds: float, rows: int) -> None:
         """One step with the present number. Whoever never tells has every number that `read` finds at once."""
-        if not 0.8 * self._rows <= rows <= 1.25 * self._rows:
+        self._timed = True
+        left, usual = self._before or (self.count, {})
+        like = _like(rows, usual if self.trying else self._times)
+        if self.trying and like not in usual:
             # Another amount of work: nothing to compare with.
-            self._rows, self._before, self._times = rows, None, []
-        self._times.append(seconds)
-        if self._before is None or len(self._times) < STEPS:
+            self._before, self._times = None, {}
+        times = self._times.setdefault(like, [])
+        times.append(seconds)
+        if not self.trying or len(times) < STEPS:
             return
-        (left, then), self._before = self._before, None
-        usual, self._times = statistics.median(self._times), []
-        if usual <= WORSE * then:
+        self._before, self._times = None, {}
+        if statistics.median(times) <= WORSE * usual[like]:
             self._hold_s = HOLD_S
         else:
             self.count = left
             self._hold_until = (self._last.at if self._last is not None else 0.0) + self._hold_s
             self._hold_s = min(LONGEST_HOLD_S, 2 * self._hold_s)
+
+
+def _like(rows: int, known: Iterable[int]) -> int:
+    """What it can be compared with: a number that is known, or itself."""
+    return next((one for one in known if 0.8 * one <= rows <= 1.25 * one), rows)
 
 
 def available_cores() -> int:

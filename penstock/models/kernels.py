@@ -22,7 +22,7 @@ PANEL = 48
 """Columns of a product that are computed together."""
 _VERSION = 3
 """Of `kernels.c`."""
-_KINDS = {"avx512": ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "fma3"), "avx2": ("avx2", "fma3")}
+KINDS = {"avx512": ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "fma3"), "avx2": ("avx2", "fma3")}
 """What it is compiled for, the best first, and what torch calls what a processor must have for that."""
 
 
@@ -115,12 +115,15 @@ class Kernels:
         """One new token per slot, at its position: its key and value go into the cache, its queries read that so far.
 
         qkv n x (h + 2 kv) x d, keys (turned, see `LayerShape`) and values n x kv x L x d, cos and sin of all positions,
-        norms 2 x d or none. n x (h * d), in the dtype of keys and values. Positions must lie within L.
+        norms 2 x d or none. n x (h * d), in the dtype of keys and values. Positions must lie within L; L and d must be
+        whole pairs of vectors.
         """
         n, kv_heads, length, d = values.shape
         turned = (kv_heads * length * d, length * d, 1, length)
         if keys.shape != values.shape or keys.stride() != turned or not values.is_contiguous():
             raise ValueError(f"keys {tuple(keys.shape)} in steps of {keys.stride()}, values {tuple(values.shape)}")
+        if length % (2 * VECTOR) or d % (2 * VECTOR):
+            raise ValueError(f"{length} tokens of {d} numbers; both must be divisible by {2 * VECTOR}")
         heads = qkv.shape[1] - 2 * kv_heads
         x, at, out = qkv.contiguous(), positions.contiguous(), torch.empty(n, heads * d, dtype=values.dtype)
         asked = _Attention(
@@ -149,10 +152,14 @@ class Kernels:
 
 @functools.cache
 def kernels() -> Kernels | None:
-    """Those for this processor, if they were compiled."""
+    """The best for this processor of those that were compiled."""
+    return next((found for kind in kinds() if (found := load(kind)) is not None), None)
+
+
+def kinds() -> list[str]:
+    """What this processor could use, the best first."""
     can = torch.cpu.get_capabilities()
-    kind = next((kind for kind, needed in _KINDS.items() if all(can.get(each) for each in needed)), None)
-    return load(kind) if kind is not None else None
+    return [kind for kind, needed in KINDS.items() if all(can.get(each) for each in needed)]
 
 
 def load(kind: str) -> Kernels | None:

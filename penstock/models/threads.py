@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.models.cores import Reading, ThreadCount, read_machine
+from penstock.models.cores import WINDOW_S, Reading, ThreadCount, read_machine
 
 _SOFT = 1
 
@@ -27,6 +27,7 @@ class Team:
     def __init__(self, wanted: ThreadCount, read: Callable[[], Reading | None] = read_machine) -> None:
         self._wanted = wanted
         self._read = read
+        self._since_look = 0.0
 
     @property
     def count(self) -> int:
@@ -48,7 +49,9 @@ class Team:
             return
         count = self._wanted.count
         self._wanted.took(seconds, rows)
-        self._look()
+        self._since_look += seconds
+        if self._since_look >= WINDOW_S:
+            self._look()
         if self._wanted.count != count:
             torch.set_num_threads(self._wanted.count)
 
@@ -57,6 +60,7 @@ class Team:
         release_threads()
 
     def _look(self) -> None:
+        self._since_look = 0.0
         if not self._wanted.fixed and (reading := self._read()) is not None:
             self._wanted.read(reading)
 
@@ -64,17 +68,18 @@ class Team:
 class Pace:
     """Tells a team how long each of many like pieces of work takes, while they are done one after the other."""
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: Team, clock: Callable[[], float] = time.perf_counter) -> None:
         self._team = team
+        self._clock = clock
         self._since = 0.0
 
     def begin(self) -> None:
         """The next piece begins."""
-        self._since = time.perf_counter()
+        self._since = self._clock()
 
     def piece(self, size: int) -> None:
         """One has ended, and the next begins. `size` is how much work it was: like is compared with like."""
-        self._team.stepped(time.perf_counter() - self._since, size)
+        self._team.stepped(self._clock() - self._since, size)
         self.begin()
 
 

@@ -44,8 +44,9 @@ trainer = RLColocateTrainerConfig(
     train=TrainWorkerConfig(lr=5e-4, dtype="auto", lora=LoRAConfig(rank=8, alpha=16)),
     tasks=[addition],
     evaluator=EvaluatorConfig(tasks=[held_out], greedy=True),
-    total_steps=25,
+    total_steps=16,
     train_batch_size=8,
-    eval_interval=25,
+    eval_interval=16,
+    checkpoint_interval=16,
     seed=0,
 )

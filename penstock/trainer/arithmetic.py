@@ -50,6 +50,7 @@ def find_arithmetic(
     if not wanted:
         return Arithmetic(), None
     from penstock.models.arithmetic import cpu_name
+    from penstock.models.kernels import kernels, kinds
 
     cpu = cpu_name()
     before = msgspec.convert((saved or {}).get(STATE, {}), Arithmetic)
@@ -58,7 +59,8 @@ def find_arithmetic(
     chosen = kept | {part: choice.dtype for part, choice in found.items()}
     others = {part: round(choice.other_takes, 2) for part, choice in found.items() if choice.other_takes is not None}
     began_on = before.cpu if kept else ""
-    event = ArithmeticChosen(**chosen, cpu=cpu, began_on=began_on, others_take=others)
+    uncompiled = "engine" in wanted and not config.deterministic and bool(kinds()) and kernels() is None
+    event = ArithmeticChosen(**chosen, cpu=cpu, began_on=began_on, others_take=others, uncompiled=uncompiled)
     return Arithmetic(**chosen, cpu=began_on or cpu), event
 
 

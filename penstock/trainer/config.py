@@ -83,7 +83,7 @@ class RLTrainerConfig(Config):
     """Two runs give identical weights on the same CPU, thread count and versions. Slower."""
     cpu_threads: int | None = pydantic.Field(default=None, ge=1)
     """Of torch. None: as many as there are cores, divided where trainer and engines work at once; there each uses those
-    that the other leaves idle. Engines use fewer while other processes need the cores; not in a deterministic run."""
+    that the other leaves idle. Fewer while other processes need the cores; not in a deterministic run."""
     sync_timeout_s: float = pydantic.Field(default=300.0, gt=0)
     """For new weights to reach the engines."""
 

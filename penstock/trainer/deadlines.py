@@ -17,13 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.engine.config import REQUEST_TRIES
 from penstock.produce import PooledStrategyConfig, TaskSpecConfig
 
 if TYPE_CHECKING:
     from penstock.trainer.config import RLTrainerConfig
-
-REQUEST_TRIES = 3
-"""How often the controller tries a request, on one engine after another."""
 
 
 class Deadline(NamedTuple):

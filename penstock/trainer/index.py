@@ -102,6 +102,7 @@ class RolloutIndex:
     def __init__(self, run_dir: Path, *, observer: Observer | None = None) -> None:
         self.path = run_dir / INDEX_FILE
         self._directory = run_dir / "trajectories"
+        self._command = f"penstock ledger {run_dir} --reindex"
         self._observer = observer or Nobody()
         self._told = False
 
@@ -115,7 +116,7 @@ class RolloutIndex:
         except (sqlite3.Error, OSError, StorageError) as error:
             if not self._told:
                 self._told = True
-                text = f"{self.path} cannot be written: {error}; the run goes on, RolloutIndex.rebuild makes it later"
+                text = f"{self.path} cannot be written: {error}; the run goes on; {self._command} makes it later"
                 self._observer.notice(Warned(text=text, source="rollout index"))
 
     @classmethod
@@ -177,9 +178,11 @@ class RolloutIndex:
                 file.seek(found.offset)
                 line = msgspec.json.decode(file.read(found.length))
         except (OSError, msgspec.DecodeError) as error:
-            raise StorageError(f"{path} was changed since it was indexed: {error}; rebuild the index") from error
+            raise StorageError(
+                f"{path} was changed since it was indexed: {error}; {self._command} makes the index anew"
+            ) from error
         if not isinstance(line, dict) or line.get("rollout_id") != found.rollout_id:
-            raise StorageError(f"{path} was changed since it was indexed; rebuild the index")
+            raise StorageError(f"{path} was changed since it was indexed; {self._command} makes the index anew")
         return line
 
     # Inside.
@@ -249,14 +252,14 @@ class RolloutIndex:
     @contextlib.contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         if not self.path.is_file():
-            raise RefusedError(f"{self.path} does not exist; RolloutIndex.rebuild(run_dir) makes it")
+            raise RefusedError(f"{self.path} does not exist; {self._command} makes it")
         try:
             uri = f"{self.path.resolve().as_uri()}?mode=ro"
             with contextlib.closing(sqlite3.connect(uri, uri=True, isolation_level=None)) as connection:
                 connection.row_factory = sqlite3.Row
                 yield connection
         except sqlite3.Error as error:
-            raise RefusedError(f"{self.path} cannot be read: {error}; RolloutIndex.rebuild makes it anew") from error
+            raise RefusedError(f"{self.path} cannot be read: {error}; {self._command} makes it anew") from error
 
     def _remove(self) -> None:
         for suffix in ("", "-wal", "-shm"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from penstock.cli import main
 from penstock.cli.config_file import load_config
 from penstock.errors import CheckpointError, StepRefused
 from penstock.events import Warned
+from penstock.replay.lock import lock_directory
+from penstock.trainer.index import INDEX_FILE
 from penstock.trainer.metric_names import meaning
 from penstock.trainer.observers import read_events
 
@@ -30,6 +33,7 @@ def unexplained(lines):
     return {name for line in lines for name in line if meaning(name) is None} - {"step", "kind", "time"}
 
 
+@pytest.mark.sized
 def test_tiny_learns_and_leaves_a_complete_run_directory(tiny_run, capsys, read_lines):
     steps = [line for line in read_lines(tiny_run / "metrics.jsonl") if "reward/mean" in line]
     rewards = [line["reward/mean"] for line in steps]
@@ -66,6 +70,26 @@ def test_the_ledger_lists_groups_by_state_and_saved_rollouts_by_their_words(tiny
     assert code == 0 and any(f"step {step}  rollout {row['rollout_id']}  reward" in line for line in lines)
     code, lines = said("--state", "trainde")
     assert code == 2 and "Did you mean 'trained'?" in lines[-1]
+
+
+def test_the_index_of_saved_rollouts_is_made_anew_from_their_trajectories(tiny_run, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run / "trajectories", run / "trajectories")
+    row = json.loads((run / "trajectories" / "step-000001.jsonl").read_text().splitlines()[0])
+
+    def said(*arguments):
+        code = main(["ledger", str(run), *arguments])
+        return code, "".join(capsys.readouterr()).splitlines()
+
+    code, lines = said("--find", row["answer"])
+    assert code == 2 and f"penstock ledger {run} --reindex makes it" in lines[-1]
+    lock = lock_directory(run)
+    code, lines = said("--reindex")
+    assert code == 2 and str(os.getpid()) in lines[-1]
+    lock.release()
+    assert said("--reindex") == (0, [f"{run / INDEX_FILE} is made anew"])
+    code, lines = said("--find", row["answer"], "--limit", "1000")
+    assert code == 0 and any(f"step 1  rollout {row['rollout_id']}  reward" in line for line in lines)
 
 
 def test_without_the_option_no_profile_is_recorded(tiny_run):

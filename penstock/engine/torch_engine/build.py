@@ -69,8 +69,8 @@ def _team(model: LanguageModel, threads: int, most_threads: int | None, *, deter
     if deterministic:
         # Kernels split rows among threads; a power of two splits them at the same places for every row count used.
         fixed = 1 << (threads.bit_length() - 1)
-        return Team(ThreadCount(fixed, fixed))
-    team = Team(ThreadCount(most_threads or threads, threads if most_threads is not None else 1))
+        return Team(ThreadCount.of(fixed, fixed=True))
+    team = Team(ThreadCount.of(threads, most_threads))
     return LaneTeam(team, model.lanes) if isinstance(model, FusedModel) and model.device.type == "cpu" else team
 
 

@@ -12,16 +12,15 @@ from torch import Tensor
 from penstock.engine.torch_engine import between
 from penstock.engine.torch_engine.between import Between, CompiledBetween, Rope, Shape, choose_between
 from penstock.engine.torch_engine.cache import LayerShape, SlotCache
-from penstock.models.kernels import Kernels, kernels, load
+from penstock.models.kernels import Kernels, kernels, kinds, load
 
 CPU = torch.device("cpu")
 SMALL = Shape(heads=6, kv_heads=2, head_dim=32, eps=1e-5)
 SHAPES = [SMALL, Shape(5, 5, 32, 1e-6), Shape(7, 1, 64, 1e-5), Shape(8, 2, 96, 1e-5)]
 """Queries of a key: 3, 1, 7 and 4."""
 Make = Callable[..., CompiledBetween]
+ComputingWith = Callable[[int], None]
 DTYPES = [torch.float32, torch.bfloat16]
-
-KINDS = ["avx512", "avx2"] if torch.cpu.get_capabilities().get("avx512_f") else ["avx2"]
 
 needs_compiled = pytest.mark.skipif(kernels() is None, reason="kernels.c was not compiled: there was no C compiler")
 
@@ -30,7 +29,7 @@ def torchs(shape: Shape = SMALL, dtype: torch.dtype = torch.float32) -> Between:
     return Between(shape, dtype, CPU, deterministic=False)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=kinds())
 def compiled(request: pytest.FixtureRequest) -> Make:
     """For every kind of processor that this one is."""
     found = load(request.param)
@@ -66,11 +65,12 @@ def attended(
 @needs_compiled
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("normed", "threads"), [(False, 1), (True, 1), (True, 2), (False, 5)])
 def test_compiled_attention_is_torchs_and_caches_the_same(
-    shape: Shape, dtype: torch.dtype, normed: bool, compiled: Make
+    shape: Shape, dtype: torch.dtype, normed: bool, threads: int, compiled: Make, computing_with: ComputingWith
 ) -> None:
     torch.manual_seed(1)
+    computing_with(threads)
     positions = [0, 30, 31, 32, 63, 64, 95, 7, 1]
     qkv = torch.randn(len(positions), shape.heads + 2 * shape.kv_heads, shape.head_dim)
     ours, our_cache = attended(compiled(shape, dtype), shape, dtype, qkv, positions, 96, normed=normed)
@@ -150,22 +150,20 @@ def test_a_position_outside_the_cache_is_refused(positions: list[int], compiled:
 
 @needs_compiled
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_norms_and_gates_are_torchs_with_any_number_of_threads(threads: int, compiled: Make) -> None:
+def test_norms_and_gates_are_torchs_with_any_number_of_threads(
+    threads: int, compiled: Make, computing_with: ComputingWith
+) -> None:
     torch.manual_seed(4)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for rows in (1, 3, 64):
-            hidden, weight = torch.randn(rows, 48) * 30, torch.rand(48) + 0.5
-            for more in (None, torch.randn(rows, 48), torch.randn(rows, 48).bfloat16()):
-                ours, theirs = hidden.clone(), hidden.clone()
-                normed = compiled().norm(ours, more, weight)
-                torch.testing.assert_close(normed, torchs().norm(theirs, more, weight))
-                assert torch.equal(ours, theirs), "what is added stays"
-            gate_up = torch.randn(rows, 2 * 80) * 20
-            torch.testing.assert_close(compiled().gated(gate_up), torchs().gated(gate_up.clone()), atol=1e-6, rtol=2e-6)
-    finally:
-        torch.set_num_threads(before)
+    computing_with(threads)
+    for rows in (1, 3, 64):
+        hidden, weight = torch.randn(rows, 48) * 30, torch.rand(48) + 0.5
+        for more in (None, torch.randn(rows, 48), torch.randn(rows, 48).bfloat16()):
+            ours, theirs = hidden.clone(), hidden.clone()
+            normed = compiled().norm(ours, more, weight)
+            torch.testing.assert_close(normed, torchs().norm(theirs, more, weight))
+            assert torch.equal(ours, theirs), "what is added stays"
+        gate_up = torch.randn(rows, 2 * 80) * 20
+        torch.testing.assert_close(compiled().gated(gate_up), torchs().gated(gate_up.clone()), atol=1e-6, rtol=2e-6)
 
 
 @needs_compiled
@@ -200,6 +198,9 @@ def test_keys_that_do_not_lie_as_the_values_ask_are_refused(compiled: Make) -> N
     cache = filled(SMALL, torch.float32, 2, 64, turned=False)
     with pytest.raises(ValueError, match="in steps of"):
         compiled().kernels.attend(qkv, cache.keys[0], cache.values[0], positions, here.cos, here.sin, None, 1e-5)
+    keys, values = torch.zeros(2, 2, 32, 40).transpose(2, 3), torch.zeros(2, 2, 40, 32)
+    with pytest.raises(ValueError, match="40 tokens of 32 numbers; both must be divisible by 32"):
+        compiled().kernels.attend(qkv, keys, values, positions, here.cos, here.sin, None, 1e-5)
 
 
 def chosen(

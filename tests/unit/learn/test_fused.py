@@ -1,3 +1,4 @@
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -99,7 +100,7 @@ def test_beside_a_busy_process_one_thread_less_computes_the_same(
 
     model = _randomize(tiny_model("llama"))
     batch = _long_and_short(random_groups)
-    pace = Pace(Team(ThreadCount(2, cores=2), read))
+    pace = Pace(Team(ThreadCount(2, cores=2), read), clock=itertools.count().__next__)
     ways: dict[str, LogprobModel] = {
         "fused": FusedModel(model, Gradients(), torch.float32, pace=pace),
         "checkpointed": FusedModel(model, Gradients(), torch.float32, activation_checkpointing=True, pace=pace),

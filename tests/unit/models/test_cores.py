@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
 import torch
 
 from penstock.models.cores import HOLD_S, STEPS, WINDOW_S, Reading, ThreadCount, available_cores, read_machine
@@ -110,6 +111,34 @@ def test_steps_with_another_amount_of_work_are_not_compared() -> None:
     for _ in range(2 * STEPS):
         wanted.took(9.0, 64)
     assert wanted.count == 1
+
+
+def test_two_kinds_of_steps_that_take_turns_are_each_compared_with_their_own() -> None:
+    """Layers of a train step, there and back: a number that is tried between them is judged all the same."""
+    wanted, machine = ThreadCount(2, cores=2), Machine(2)
+    seconds = {1: {64: 2.0, 128: 4.0}, 2: {64: 1.0, 128: 2.0}}
+    counts = []
+    for _ in range(4):
+        wanted.read(machine.passes(2 * WINDOW_S, others=0.7, own=1.3))
+        for rows in (64, 128, 64, 128):
+            wanted.took(seconds[wanted.count][rows], rows)
+            counts.append(wanted.count)
+    assert 1 in counts
+    assert wanted.count == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "range_"),
+    [
+        ({"threads": 4}, (1, 4)),
+        ({"threads": 2, "most": 4}, (2, 4)),
+        ({"threads": 4, "fixed": True}, (4, 4)),
+        ({"threads": 2, "most": 4, "fixed": True}, (2, 2)),
+    ],
+)
+def test_whoever_is_deterministic_or_has_a_share_keeps_it(given: dict[str, int], range_: tuple[int, int]) -> None:
+    found = ThreadCount.of(**given)
+    assert (found.least, found.most) == range_
 
 
 def test_looks_that_follow_each_other_too_soon_say_nothing() -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import shutil
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from penstock.models.kernels import BLOCK, Kernels, kernels, load
+from penstock.models.kernels import BLOCK, Kernels, kernels, kinds, load
 
-KINDS = ["avx512", "avx2"] if torch.cpu.get_capabilities().get("avx512_f") else ["avx2"]
 DTYPES = [torch.float32, torch.bfloat16]
 
 needs_compiled = pytest.mark.skipif(kernels() is None, reason="kernels.c was not compiled: there was no C compiler")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=kinds())
 def compiled(request: pytest.FixtureRequest) -> Kernels:
     """For every kind of processor that this one is."""
     found = load(request.param)
@@ -27,9 +27,14 @@ def compiled(request: pytest.FixtureRequest) -> Kernels:
 
 @needs_compiled
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [7, 16, 128, 131, 500, 4096 + 3])
-def test_compiled_sums_of_blocks_are_torchs(width: int, dtype: torch.dtype, compiled: Kernels) -> None:
+@pytest.mark.parametrize(
+    ("width", "threads"), [(7, 1), (16, 1), (128, 2), (131, 1), (500, 1), (4096 + 3, 1), (4096 + 3, 2), (4096 + 3, 7)]
+)
+def test_compiled_sums_of_blocks_are_torchs(
+    width: int, threads: int, dtype: torch.dtype, compiled: Kernels, computing_with: Callable[[int], None]
+) -> None:
     torch.manual_seed(width)
+    computing_with(threads)
     logits = torch.randn(5, width) * torch.tensor([1, 5, 30, 200, 0])[:, None]
     logits[1, width // 2] = -torch.inf
     logits[2, -1] = 500
@@ -122,9 +127,9 @@ def test_a_product_that_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.skipif(
-    shutil.which("gcc") is None or not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists(),
-    reason="there is no C compiler here, or no Python.h",
+    not kinds() or shutil.which("gcc") is None or not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists(),
+    reason="there is no C compiler here, or no Python.h, or it is not compiled for this processor",
 )
 def test_it_is_compiled_where_there_is_a_compiler() -> None:
     assert kernels() is not None
-    assert all(load(kind) is not None for kind in KINDS)
+    assert all(load(kind) is not None for kind in kinds())

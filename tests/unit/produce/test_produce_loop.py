@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import tracemalloc
 
 import pytest
 
@@ -291,6 +293,8 @@ def test_a_whole_run_loses_and_doubles_nothing(asynchronous: NewTask) -> None:
 
 @pytest.mark.long_tier
 def test_memory_and_tasks_stay_flat_over_a_long_run(asynchronous: NewTask) -> None:
+    kept = []
+
     async def main() -> list[tuple[int, int, int]]:
         task = asynchronous(max_staleness=1, tail_batch_trigger_size=2, over_sample_threshold=1.0)
         world = ScriptedWorld([task], engine=EngineScript(faults=EngineFaults(fails=0.05)))
@@ -308,10 +312,18 @@ def test_memory_and_tasks_stay_flat_over_a_long_run(asynchronous: NewTask) -> No
             runtime = world.manager.tasks["task"].runtime
             attempts = len(list(world.manager.tasks["task"].strategy.attempts()))
             seen.append((len(asyncio.all_tasks()), waiting, attempts + len(runtime.group_seconds)))
+            if step in (100, 200, 300):
+                gc.collect()
+                kept.append(tracemalloc.get_traced_memory()[0])
         await world.manager.shutdown()
         await loop
         return seen
 
-    seen = run_virtual(main())
+    tracemalloc.start()
+    try:
+        seen = run_virtual(main())
+    finally:
+        tracemalloc.stop()
     early, late = seen[50:100], seen[250:]
+    print(kept)
     assert all(max(part[i] for part in late) <= max(part[i] for part in early) + 8 for i in range(3))

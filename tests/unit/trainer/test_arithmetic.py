@@ -13,6 +13,7 @@ from penstock.learn import TrainWorkerConfig
 from penstock.models.arithmetic import cpu_name
 from penstock.recipes.tiny import trainer
 from penstock.trainer.arithmetic import STATE, Arithmetic, find_arithmetic
+from penstock.models.kernels import kernels, kinds
 from penstock.trainer.lines import arithmetic_line
 
 
@@ -54,6 +55,23 @@ def test_the_engine_is_tried_with_matrices_packed_as_they_were_asked_for_and_the
     monkeypatch.setattr("penstock.models.arithmetic.try_out", lambda work: tried.append(work) or {"float32": 1.0})
     find_arithmetic(BOTH.replace("engines.engine.packed", packed), model_dir, None, trains=True)
     assert {work.trains: work.packed for work in tried} == {True: None, False: packed}
+
+
+@pytest.mark.skipif(not kinds(), reason="nothing is compiled for this processor")
+def test_a_run_says_that_its_engine_does_without_what_could_have_been_compiled(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.models.kernels.load", lambda kind: None)
+    kernels.cache_clear()
+    try:
+        found = {
+            name: find_arithmetic(config, model_dir, None, trains=True)[1]
+            for name, config in {"auto": BOTH, "deterministic": BOTH.replace("deterministic", True)}.items()
+        }
+    finally:
+        kernels.cache_clear()
+    assert found["auto"] is not None and "install gcc" in arithmetic_line(found["auto"])
+    assert found["deterministic"] is not None and "gcc" not in arithmetic_line(found["deterministic"])
 
 
 def test_an_evaluation_asks_for_the_engine_alone(model_dir: Path) -> None:

@@ -168,7 +168,7 @@ def test_a_file_that_is_no_index_of_this_format_is_made_anew(
 ) -> None:
     if content is not None:
         (tmp_path / INDEX_FILE).write_bytes(content)
-        with pytest.raises(RefusedError, match="rebuild"):
+        with pytest.raises(RefusedError, match=r"penstock ledger .* --reindex makes it anew"):
             index.find()
     else:
         connection = sqlite3.connect(tmp_path / INDEX_FILE)
@@ -179,7 +179,7 @@ def test_a_file_that_is_no_index_of_this_format_is_made_anew(
 
 
 def test_without_an_index_there_is_a_clear_word_and_no_new_file(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match=r"does not exist; RolloutIndex\.rebuild"):
+    with pytest.raises(RefusedError, match=r"does not exist; penstock ledger .* --reindex makes it"):
         RolloutIndex(tmp_path).find()
     assert not list(tmp_path.iterdir())
 
