@@ -73,6 +73,11 @@ class RolloutController:
         self._syncing = asyncio.Lock()
         self._closed = False
 
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """By name, to be looked at; whoever wants an answer asks the controller."""
+        return {member.name: member.engine for member in self._fleet.members}
+
     # Requests.
 
     async def generate(self, request: GenerateRequest) -> Completion:

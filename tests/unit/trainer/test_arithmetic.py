@@ -11,9 +11,9 @@ from transformers import LlamaConfig
 from penstock.engine import EmbeddedEngineConfig, EnginesConfig
 from penstock.learn import TrainWorkerConfig
 from penstock.models.arithmetic import cpu_name
+from penstock.models.kernels import kernels, kinds
 from penstock.recipes.tiny import trainer
 from penstock.trainer.arithmetic import STATE, Arithmetic, find_arithmetic
-from penstock.models.kernels import kernels, kinds
 from penstock.trainer.lines import arithmetic_line
 
 
