@@ -80,7 +80,7 @@ async def store(buffer: ReplayBuffer, draw: int) -> float:
     buffer.draw(group, draw + 1)
     play(group)
     started = time.perf_counter()
-    buffer.put(group, "sums", model_step=0, current_train_step=1, stale_threshold=1000)
+    buffer.put(group, "sums", model_step=0, current_train_step=1, stale_threshold=10**9)
     await buffer.flush()
     return time.perf_counter() - started
 
@@ -310,7 +310,7 @@ def _opening(directory: Path, step: int, trained: int, live: int) -> dict[str, f
         buffer = ReplayBuffer(storage=Ledger.open(directory))
         draw = buffer.restore(step, {"sums": StaleRule(10**9)}).cursors["sums"]
         seconds, grown = time.perf_counter() - started, resident_mb() - before
-        if buffer.count("sums", Status.COMPLETED) != live or buffer.conservation().trained != trained:
+        if buffer.count("sums", Status.COMPLETED) != live or buffer.conservation().drawn != trained + live:
             raise AssertionError("groups are missing after the restart")
         steps = []
         for number in range(step + 1, step + 1 + STEPS):
