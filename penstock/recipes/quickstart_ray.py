@@ -58,15 +58,16 @@ held_out = TaskSpecConfig(
 trainer = RLColocateTrainerConfig(
     model="smollm2-135m",
     engines=EnginesConfig(engine=EmbeddedEngineConfig(max_running=64, dtype="auto", process=True), num_engines=2),
-    train=TrainWorkerConfig(lr=1e-5, dtype="auto"),
+    train=TrainWorkerConfig(lr=2e-5, dtype="auto"),
     tasks=[addition],
     evaluator=EvaluatorConfig(tasks=[held_out], greedy=True),
     resources=RunResourcesConfig(
         train=AcceleratorResourcesConfig(num_workers=2, num_cpus_per_worker=0.2, cpu_memory_per_worker=3 * GiB),
         engines=WorkerResourcesConfig(num_cpus_per_worker=0.2, cpu_memory_per_worker=3 * GiB // 2),
     ),
-    total_steps=25,
+    total_steps=16,
     train_batch_size=8,
-    eval_interval=25,
+    eval_interval=16,
+    checkpoint_interval=16,
     seed=0,
 )
