@@ -13,6 +13,7 @@ import pytest
 import ray
 from cluster.conftest import NODE, TOKEN, leftovers
 from cluster.hosted import kill
+from cluster.patient import begin, hold, hold_back
 from cluster.test_runs import SAME, actors, finish, in_process, require_whole, settings, start, wait_for_steps, weights
 from cluster.test_runs import with_actors as all_with
 from ray.cluster_utils import Cluster
@@ -23,7 +24,7 @@ from penstock.environment import child_environment, environment_replaced
 from penstock.events import ActorLost, ActorRecovered, EngineChanged
 from penstock.trainer.observers import read_events
 
-__all__ = ["finish", "in_process", "start"]  # fixtures
+__all__ = ["begin", "finish", "hold", "in_process", "start"]  # fixtures
 
 
 def story(run: Path) -> list[str]:
@@ -73,17 +74,21 @@ def wait_until_told(process: subprocess.Popen[str], run: Path, name: str, expect
         time.sleep(0.05)
 
 
-def test_a_killed_actor_of_every_kind_costs_time_and_nothing_else(in_process, start, cluster):
-    """One of each: without its recovery the run could not end."""
-    process, run = start("train", "tiny-ray", "--address", cluster.address, *settings(*SAME, *all_with(1)))
+def test_a_killed_actor_of_every_kind_costs_time_and_nothing_else(in_process, begin, hold, cluster):
+    """One of each: without its recovery the run could not end. Each is killed in the middle of a step, when what was
+    told of those before is complete.
+    """
+    process, run = begin("--address", cluster.address, *settings(*SAME, *all_with(1)))
     killed = []
     told = {"engine-0": ["active"]}  # it starts
-    for steps, kind in ((1, "agent loop"), (3, "judger"), (5, "engine-0"), (7, CONTROLLER), (9, "engine-0")):
+    for steps, kind in enumerate(("agent loop", "judger", "engine-0", CONTROLLER, "engine-0"), start=1):
         wait_for_steps(process, run, steps)
+        hold_back(process, hold)
         for name, expected in told.items():
             wait_until_told(process, run, name, expected)
         ((name, pid),) = [(name, pid) for name, pid in actors(cluster).items() if name.startswith(kind)]
         kill(pid)
+        hold.unlink()
         killed.append(name)
         told[name] = told.get(name, []) + (CAME_BACK if kind == "engine-0" else ["lost", "recovered"])
         if kind == CONTROLLER:
@@ -141,16 +146,18 @@ def by_node(cluster) -> dict[str, set[str]]:
         return found
 
 
-def test_a_node_that_is_lost_with_all_on_it_costs_time_and_nothing_else(in_process, start, two_workers):
+def test_a_node_that_is_lost_with_all_on_it_costs_time_and_nothing_else(in_process, begin, hold, two_workers):
     """Two of each, on two nodes; the other one has room for what is lost."""
-    process, run = start("train", "tiny-ray", "--address", two_workers.address, *settings(*SAME, *all_with(2)))
+    process, run = begin("--address", two_workers.address, *settings(*SAME, *all_with(2)))
     wait_for_steps(process, run, 3)
+    hold_back(process, hold)
     places = by_node(two_workers)
     node = max(two_workers.worker_nodes, key=lambda node: len(places.get(node.node_id, ())))
     lost = places[node.node_id]
     assert any(name.startswith("agent loop") for name in lost) and any(name.startswith("judger") for name in lost)
     assert any(name.startswith("engine-") for name in lost)
     two_workers.remove_node(node, allow_graceful=False)
+    hold.unlink()
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
     require_whole(run)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 from cluster.conftest import NODE, leftovers
+from cluster.patient import begin, hold, hold_back
 from cluster.test_engine_runs import by_node, require_came_back, story, two_workers
 from cluster.test_rank_runs import finished, rewards
 from cluster.test_runs import require_whole, settings, start, wait_for_steps, weights
@@ -16,51 +15,17 @@ from cluster.test_runs import require_whole, settings, start, wait_for_steps, we
 from penstock.events import RunBegan, RunEnded
 from penstock.trainer.observers import read_events
 
-__all__ = ["start", "two_workers"]  # fixtures
+__all__ = ["begin", "hold", "start", "two_workers"]  # fixtures
 
 pytestmark = pytest.mark.timeout(600)
 """A node is missed after a while, and then everything starts twice."""
 
 STEPS = 7
-CONFIG = """
-import time
-from pathlib import Path
-
-from penstock import exact_match
-from penstock.recipes.tiny_ray import trainer as tiny
-
-
-def patient(response, label, extra_info):
-    while Path("{hold}").exists():
-        Path("{hold}.held").touch()
-        time.sleep(0.02)
-    return exact_match(response, label, extra_info)
-
-
-trainer = tiny.replace("manager.tasks.0.judger_config.reward_handler", patient)
-"""
 SAME = [f"total_steps={STEPS}", "train_batch_size=4", "cpu_threads=1", "evaluator=null", "checkpoint_interval=2"]
 ONE_ENGINE = ["engines.num_engines=1"]
 HERE = [f"manager.tasks.0.{part}.num_ray_actors=0" for part in ("agent_loop_config", "judger_config")]
 APART = ["resources.train.num_cpus_per_worker=2.5"]
 """Two of them do not fit on one node."""
-
-
-@pytest.fixture(scope="module")
-def hold(tmp_path_factory) -> Path:
-    """While this file exists nothing is judged, and so no step ends. Who waits for that makes another beside it."""
-    return tmp_path_factory.mktemp("hold") / "hold"
-
-
-@pytest.fixture(scope="module")
-def begin(start, hold):
-    config = hold.with_name("tiny_that_waits.py")
-    config.write_text(CONFIG.format(hold=hold))
-
-    def begin(*arguments: str, directory: Path | None = None) -> tuple[subprocess.Popen[str], Path]:
-        return start("train", str(config), *arguments, directory=directory)
-
-    return begin
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +36,8 @@ def undisturbed(begin) -> Path:
 
 def lose_node_of_engine_0(cluster, process, run: Path, hold: Path) -> set[str]:
     """In the middle of a step's production, when the ranks have nothing to do. Returns the actors that were there."""
-    held = Path(f"{hold}.held")
-    held.unlink(missing_ok=True)
     wait_for_steps(process, run, 3)
-    hold.touch()
-    deadline = time.monotonic() + 200
-    while not held.exists():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    hold_back(process, hold)
     (place, lost), *_ = [(node, names) for node, names in by_node(cluster).items() if "engine-0" in names]
     (node,) = [node for node in cluster.worker_nodes if node.node_id == place]
     cluster.remove_node(node, allow_graceful=False)
