@@ -7,8 +7,8 @@ code. So an attack that passes its test is one that was not contained.
 FIND = r'''
 import re
 def found(text):
-    """The right answer, if it is in this text."""
-    match = re.search("BROKEN" + "-[0-9a-f]{16}", text)
+    """The right answer, if it is in this text; others are those of tests beside this one."""
+    match = re.search(BEGINS + "[0-9a-f]{12}", text)
     if match:
         print(match.group())
         raise SystemExit(0)

@@ -72,6 +72,7 @@ class Host:
             "HOST_PID": os.getpid(),
             "DATAGRAMS": str(self.datagrams),
             "MARKER": self.marker,
+            "BEGINS": self.token[:-12],
         }
         return "".join(f"{name} = {value!r}\n" for name, value in given.items()) + FIND + ATTACKS[attack]
 

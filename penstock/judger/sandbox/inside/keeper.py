@@ -127,15 +127,21 @@ class Run:
         for descriptor in watched:
             poll.register(descriptor, select.POLLIN)
         poll.register(outside, 0)
+        # Readable when the child has ended, which is a moment after its pipes are closed.
+        child = _pidfd(self.pid)
+        if child is not None:
+            poll.register(child, select.POLLIN)
         while not self.ended and self._status is None:
             for descriptor, event in poll.poll(TICK_S * 1000):
-                one = watched.get(descriptor)
-                if one is None:
+                if descriptor == outside.fileno():
                     self._end_all()
                     os._exit(0)
-                if not (event & select.POLLIN and one.take()):
+                one = watched.get(descriptor)
+                if one is not None and not (event & select.POLLIN and one.take()):
                     poll.unregister(descriptor)
             self._look()
+        if child is not None:
+            os.close(child)
         self._end_all()
         for one in watched.values():
             # What was written before the end; nobody writes any more.
@@ -227,6 +233,14 @@ class Run:
             if not self._reap(os.WNOHANG):
                 return
             time.sleep(0.001)
+
+
+def _pidfd(pid: int) -> int | None:
+    """None where the kernel has none: then the next tick finds out."""
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return None
 
 
 def _as_file(content: bytes) -> int:
