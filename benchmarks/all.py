@@ -30,13 +30,12 @@ QUICK: dict[str, list[str]] = {
     "engine": ["--quick"],
     "judges": ["--seconds", "0.5", "--rounds", "1", "--runs", "5"],
     "ledger": ["--groups", "2048", "--seconds", "0.5", "--open-groups", "10000", "--steps", "1"],
-    "pause": ["--rounds", "1"],
     "sessions": ["--seconds", "2"],
     "train_step": ["--quick", "--only", "fp32"],
     "view": ["--rollouts", "50000"],
     "weights": ["--rounds", "2"],
 }
-TOO_LONG = {"cluster", "correction", "lora", "quickstart"}
+TOO_LONG = {"checkpoint", "cluster", "correction", "lora", "pause", "quickstart"}
 """Not a part of --quick."""
 
 
