@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm setup-verifiers demo test test-long test-vllm test-verifiers test-ray test-browser docs \
-	reference lint bench crash-quick crash soak-sim soak-ray soak-runs soak-judges soak
+	reference lint bench crash-quick crash soak-ray soak-runs soak-judges soak
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -69,8 +69,8 @@ OTHER_TIERS := --ignore tests/vllm --ignore tests/verifiers --ignore tests/clust
 test: $(READY) ## all tests but the heavy tiers: test-long, crash-quick, test-ray, test-vllm, test-verifiers, test-browser, docs
 	$(PYTEST) tests $(OTHER_TIERS) -m 'not crash_tier and not long_tier and not soak_tier'
 
-test-long: $(READY) ## more simulations and crashes, and the tests that take tens of seconds; soak-sim has the most
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 25 tests $(OTHER_TIERS) --size long -m 'long_tier or sized'
+test-long: $(READY) ## simulations, simulated crashes and random conversations at their full size, and the tests that take tens of seconds
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 25 tests $(OTHER_TIERS) --size full -m 'long_tier or sized'
 
 test-vllm: $(READY) $(VLLM_READY) ## the tests with a real vLLM
 	$(BIN)/python -m pytest tests/vllm
@@ -122,7 +122,4 @@ soak-runs: $(READY) ## whole runs of recipes, and with train ranks in processes 
 soak-judges: $(READY) ## 10,000 calls of judges of every kind, half of them bad
 	$(BIN)/python -m pytest tests/unit/judger -m soak_tier
 
-soak-sim: $(READY) ## simulations, simulated crashes and random conversations at their full size
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --durations 10 tests $(OTHER_TIERS) --size full -m sized
-
-soak: test-long soak-sim crash soak-ray soak-runs soak-judges ## every tier that can be made larger, at its largest
+soak: test-long crash soak-ray soak-runs soak-judges ## every tier that can be made larger, at its largest

@@ -141,12 +141,12 @@ def compare(name: str, job: dict[str, Any], rounds: int, ways: list[Way]) -> Non
         dtype = ours.ready["dtype"]
         difference = check_same(ours, trl, job, exactly=dtype == way.dtype == "float32")
         both = {"ours": ours, "trl": trl}
-        for _ in take_turns(both, {"step": "warm"}, 1):
-            note(f"{name}: both are warm")
-        for contestant in both.values():
-            contestant.reset_peak_memory()
         steps = []
         with busy_process() if name == "contended" else contextlib.nullcontext():
+            for _ in take_turns(both, {"step": "warm"}, 1):
+                note(f"{name}: both are warm")
+            for contestant in both.values():
+                contestant.reset_peak_memory()
             for answers in take_turns(both, {"step": "timed"}, rounds):
                 steps.append(answers)
                 note(f"{name}: " + ", ".join(f"{who} {found['step_s']:.2f} s" for who, found in answers.items()))

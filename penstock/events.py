@@ -45,8 +45,6 @@ class ArithmeticChosen(Event, frozen=True, kw_only=True):
     """The CPU on which it was found, of a run that goes on with what it began with."""
     others_take: dict[str, float] = {}
     """By part: the time of what was left aside, over that of what was taken; empty where nothing was tried."""
-    uncompiled: bool = False
-    """Whether the engine does without `models/kernels.c`, which this CPU could use: it was not compiled."""
 
 
 class StageBegan(Event, frozen=True, kw_only=True):

@@ -1,8 +1,7 @@
 """How the tests run, whatever they test.
 
 Property tests try the same examples every time: a failure is a change, never a coincidence. What is marked `sized` runs
-in three sizes: small in `make test`, long in `make test-long`, full in `make soak`; what is marked `long_tier` runs in
-the second alone.
+small in `make test` and at its full size in `make test-long`; what is marked `long_tier` runs in the second alone.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import pytest
 from hypothesis import find, settings
 from hypothesis import strategies as st
 
-SIZES = ("small", "long", "full")
+SIZES = ("small", "full")
 
 # A job in a shell's background, or under nohup, ignores these, and so would everything that a test starts and signals.
 for number, usual in (
@@ -38,10 +37,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def size(request: pytest.FixtureRequest) -> Callable[[int, int, int], int]:
-    """How much a sized test does: `size(small, long, full)`."""
-    chosen = SIZES.index(request.config.getoption("--size"))
-    return lambda small, long, full: (small, long, full)[chosen]
+def size(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
+    """How much a sized test does: `size(small, full)`."""
+    full_size = request.config.getoption("--size") == "full"
+    return lambda small, full: full if full_size else small
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ from ray._private.services import canonicalize_bootstrap_address
 from penstock.cluster.resources import NodeResources
 from penstock.environment import child_environment, environment_replaced
 from penstock.errors import ConfigError, RunError
+from penstock.models.cores import available_cores
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ def _start_local(namespace: str, num_cpus: int | None, object_store_memory: int 
             ray.init(
                 address="local",
                 namespace=namespace,
-                num_cpus=num_cpus or os.cpu_count(),
+                num_cpus=num_cpus or available_cores(),
                 num_gpus=None,
                 object_store_memory=object_store_memory or _object_store(),
                 include_dashboard=False,

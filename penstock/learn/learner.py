@@ -51,7 +51,7 @@ from penstock.learn.state import (
 from penstock.learn.step_metrics import StepMetrics, StepReport
 from penstock.models.bfloat16 import keep_onednn_alive
 from penstock.models.cores import ThreadCount
-from penstock.models.threads import Pace, Team, release_threads
+from penstock.models.threads import Pace, Team
 from penstock.rollout import FloatArray
 from penstock.unbuffered import FileSum
 from penstock.weights.digest import with_pool
@@ -78,8 +78,8 @@ class Learner:
         self._model_dir = model_dir
         self._total_steps = total_steps
         self._deterministic = deterministic
-        # What other ranks use of the same cores is not taken from this one.
-        fixed = deterministic or self._peers.size > 1
+        # What other ranks use of the same cores is not taken from this one; on a GPU threads do not make the pace.
+        fixed = deterministic or self._peers.size > 1 or torch.device(config.device).type != "cpu"
         self._team = Team(ThreadCount.of(threads or torch.get_num_threads(), most_threads, fixed=fixed))
         self._objective = Objective(config)
         self._gradients = Gradients()
@@ -464,7 +464,7 @@ class Learner:
         finally:
             torch.use_deterministic_algorithms(strict)
             torch.set_num_threads(threads)
-            release_threads()
+            self._team.rest()
 
 
 def _number(value: Tensor) -> float:

@@ -12,6 +12,8 @@ takes what the other leaves idle: a trainer that waits lends its cores, and has 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import os
 import statistics
@@ -26,6 +28,8 @@ STEPS = 3
 """That are timed with a new number before it is judged."""
 WORSE = 1.1
 """How much longer a step must take for a new number to be taken back."""
+PATIENCE_S = 3.0
+"""Of steps that nothing is known to compare with: then a new number is taken back unjudged."""
 WAITS = 0.3
 """Share of the time in which something waited for a core: then one thread less is tried, and timed."""
 HOLD_S, LONGEST_HOLD_S = 5.0, 80.0
@@ -43,6 +47,10 @@ class Reading(NamedTuple):
     waited: float = 0.0
     """In which something that could run waited for a core."""
 
+    def without(self, begin: Reading, end: Reading) -> Reading:
+        """This one, as if what passed from `begin` to `end` had not been."""
+        return Reading(*(mine + last - first for mine, first, last in zip(self, begin, end, strict=True)))
+
 
 class ThreadCount:
     """`count`, between `least` and `most`, follows what it is told. Asks nobody, so it can be tried on a recording."""
@@ -54,12 +62,14 @@ class ThreadCount:
         self._last: Reading | None = None
         self._timed = False
         """Whether anybody tells how long steps take."""
-        self._times: dict[int, list[float]] = {}
-        """Of the steps since the last look, or with the number that is being tried, by how many rows they had."""
+        self._times: dict[_Work, list[float]] = {}
+        """Of the steps since the last look, or with the number that is being tried, by their work."""
         self._wish = most
         """What the last look asked for."""
-        self._before: tuple[int, dict[int, float]] | None = None
+        self._before: tuple[int, dict[_Work, float]] | None = None
         """While a number is tried: the one that was left, and how long steps took with it."""
+        self._unlike_s = 0.0
+        """While a number is tried: how long the steps took that cannot be compared."""
         self._hold_until, self._hold_s = 0.0, HOLD_S
 
     @classmethod
@@ -77,6 +87,11 @@ class ThreadCount:
     def trying(self) -> bool:
         """Whether a new number is being timed."""
         return self._before is not None
+
+    def rested(self, begin: Reading, end: Reading) -> None:
+        """Between two steps it computed nothing: what the machine did then says nothing of the next one."""
+        if self._last is not None:
+            self._last = self._last.without(begin, end)
 
     def read(self, now: Reading) -> None:
         """What the machine did since the last time."""
@@ -98,42 +113,60 @@ class ThreadCount:
         if wish == self.count or (self._timed and (wish != asked_before or not times)):
             # Of one that is timed the steps since the last look must all be of the machine as it is now.
             return
-        usual = {rows: statistics.median(each) for rows, each in times.items()}
+        usual = {work: statistics.median(each) for work, each in times.items()}
         self._before = (self.count, usual) if usual else None
+        self._unlike_s = 0.0
         self.count = wish
 
-    def took(self, seconds: float, rows: int) -> None:
-        """One step with the present number. Whoever never tells has every number that `read` finds at once."""
+    def took(self, seconds: float, rows: int, kind: str = "") -> None:
+        """One step with the present number, of so many rows: like is compared with like, of the same kind. Whoever
+        never tells has every number that `read` finds at once."""
         self._timed = True
-        left, usual = self._before or (self.count, {})
-        like = _like(rows, usual if self.trying else self._times)
-        if self.trying and like not in usual:
-            # Another amount of work: nothing to compare with.
-            self._before, self._times = None, {}
+        work = _Work(kind, rows)
+        if self._before is None:
+            self._times.setdefault(_like(work, self._times) or work, []).append(seconds)
+            return
+        left, usual = self._before
+        like = _like(work, usual)
+        if like is None:
+            self._unlike_s += seconds
+            if self._unlike_s >= PATIENCE_S:
+                self._give_up(left)
+            return
         times = self._times.setdefault(like, [])
         times.append(seconds)
-        if not self.trying or len(times) < STEPS:
+        if len(times) < STEPS:
             return
-        self._before, self._times = None, {}
         if statistics.median(times) <= WORSE * usual[like]:
-            self._hold_s = HOLD_S
+            self._before, self._times, self._hold_s = None, {}, HOLD_S
         else:
-            self.count = left
-            self._hold_until = (self._last.at if self._last is not None else 0.0) + self._hold_s
-            self._hold_s = min(LONGEST_HOLD_S, 2 * self._hold_s)
+            self._give_up(left)
+
+    def _give_up(self, left: int) -> None:
+        """Go back to the number that was left, and stay with it for a while."""
+        self._before, self._times, self.count = None, {}, left
+        self._hold_until = (self._last.at if self._last is not None else 0.0) + self._hold_s
+        self._hold_s = min(LONGEST_HOLD_S, 2 * self._hold_s)
 
 
-def _like(rows: int, known: Iterable[int]) -> int:
-    """What it can be compared with: a number that is known, or itself."""
-    return next((one for one in known if 0.8 * one <= rows <= 1.25 * one), rows)
+class _Work(NamedTuple):
+    kind: str
+    rows: int
+
+
+def _like(work: _Work, known: Iterable[_Work]) -> _Work | None:
+    """Of what is known, that which it can be compared with."""
+    return next(
+        (one for one in known if one.kind == work.kind and 0.8 * one.rows <= work.rows <= 1.25 * one.rows), None
+    )
 
 
 def available_cores() -> int:
     return len(_allowed()) or os.cpu_count() or 1
 
 
-def read_machine(stat: Path = Path("/proc/stat"), pressure: Path = Path("/proc/pressure/cpu")) -> Reading | None:
-    """Now; None where the kernel does not tell."""
+def read_machine(stat: Path = Path("/proc/stat"), pressure: Path | None = None) -> Reading | None:
+    """Now; None where the kernel does not tell. `pressure` is that of this process's own group."""
     try:
         lines = stat.read_text().splitlines()
         ticks = os.sysconf("SC_CLK_TCK")
@@ -145,7 +178,20 @@ def read_machine(stat: Path = Path("/proc/stat"), pressure: Path = Path("/proc/p
         if name in names:
             user, nice, system, _idle, _waits_for_disk, irq, softirq, steal, *_ = [*map(int, numbers), *[0] * 8]
             busy += user + nice + system + irq + softirq + steal
-    return Reading(time.monotonic(), busy / ticks, time.process_time(), _waited(pressure))
+    return Reading(time.monotonic(), busy / ticks, time.process_time(), _waited(pressure or _pressure()))
+
+
+@functools.cache
+def _pressure() -> Path:
+    """Of the group that this process is in (a container, a job), where the kernel tells it; else of the machine, of
+    which it may have few cores."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            number, _, group = line.split(":", 2)
+            found = Path("/sys/fs/cgroup") / group.lstrip("/") / "cpu.pressure"
+            if number == "0" and found.is_file():
+                return found
+    return Path("/proc/pressure/cpu")
 
 
 def _waited(pressure: Path) -> float:

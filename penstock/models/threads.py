@@ -28,6 +28,8 @@ class Team:
         self._wanted = wanted
         self._read = read
         self._since_look = 0.0
+        self._resting: Reading | None = None
+        """What the machine had done when what was computed last was over."""
 
     @property
     def count(self) -> int:
@@ -39,16 +41,26 @@ class Team:
         return self._wanted.trying
 
     def gather(self) -> None:
-        """Before something is computed."""
-        self._look()
+        """Before something is computed. What the machine did since a `rest` is passed over."""
+        if self._resting is None:
+            self._look()
+        elif (now := self._read()) is not None:
+            self._wanted.rested(self._resting, now)
+        self._resting = None
         torch.set_num_threads(self._wanted.count)
 
-    def stepped(self, seconds: float, rows: int) -> None:
-        """After each of many steps: how long it took, and with how many rows."""
+    def rest(self) -> None:
+        """Others compute now, until the next `gather`. The threads are given back."""
+        if not self._wanted.fixed:
+            self._resting = self._read()
+        release_threads()
+
+    def stepped(self, seconds: float, rows: int, kind: str = "") -> None:
+        """After each of many steps: how long it took, with how many rows, and of which kind it was."""
         if self._wanted.fixed:
             return
         count = self._wanted.count
-        self._wanted.took(seconds, rows)
+        self._wanted.took(seconds, rows, kind)
         self._since_look += seconds
         if self._since_look >= WINDOW_S:
             self._look()
@@ -77,9 +89,9 @@ class Pace:
         """The next piece begins."""
         self._since = self._clock()
 
-    def piece(self, size: int) -> None:
-        """One has ended, and the next begins. `size` is how much work it was: like is compared with like."""
-        self._team.stepped(self._clock() - self._since, size)
+    def piece(self, size: int, kind: str = "") -> None:
+        """One has ended, and the next begins. `size` is how much work of its `kind` it was."""
+        self._team.stepped(self._clock() - self._since, size, kind)
         self.begin()
 
 

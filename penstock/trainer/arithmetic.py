@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from penstock.engine import EmbeddedEngineConfig
 from penstock.events import ArithmeticChosen
 from penstock.trainer.config import RLTrainerConfig
 
@@ -50,7 +51,6 @@ def find_arithmetic(
     if not wanted:
         return Arithmetic(), None
     from penstock.models.arithmetic import cpu_name
-    from penstock.models.kernels import kernels, kinds
 
     cpu = cpu_name()
     before = msgspec.convert((saved or {}).get(STATE, {}), Arithmetic)
@@ -59,9 +59,23 @@ def find_arithmetic(
     chosen = kept | {part: choice.dtype for part, choice in found.items()}
     others = {part: round(choice.other_takes, 2) for part, choice in found.items() if choice.other_takes is not None}
     began_on = before.cpu if kept else ""
-    uncompiled = "engine" in wanted and not config.deterministic and bool(kinds()) and kernels() is None
-    event = ArithmeticChosen(**chosen, cpu=cpu, began_on=began_on, others_take=others, uncompiled=uncompiled)
+    event = ArithmeticChosen(**chosen, cpu=cpu, began_on=began_on, others_take=others)
     return Arithmetic(**chosen, cpu=began_on or cpu), event
+
+
+def kernels_note(config: RLTrainerConfig) -> str | None:
+    """That the engine does without `models/kernels.c`, where this CPU could use it: it was not compiled."""
+    engine = config.engines.engine
+    if not isinstance(engine, EmbeddedEngineConfig) or config.deterministic or engine.device != "cpu":
+        return None
+    from penstock.models.kernels import kernels, kinds
+
+    if not kinds() or kernels() is not None:
+        return None
+    return (
+        "the engine is slower than it could be: its kernels are not compiled; install gcc and python3-dev, "
+        "then Penstock again"
+    )
 
 
 def _undecided(config: RLTrainerConfig) -> list[str]:

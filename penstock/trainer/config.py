@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -15,6 +14,7 @@ from penstock.engine import EmbeddedEngineConfig, EnginesConfig
 from penstock.learn import TrainWorkerConfig
 from penstock.learn.advantages import COMPARES_SIBLINGS
 from penstock.learn.overlong import OverlongConfig
+from penstock.models.cores import available_cores
 from penstock.produce import (
     AgentLoopManagerConfig,
     SyncProduceStrategyConfig,
@@ -108,10 +108,10 @@ class RLTrainerConfig(Config):
         if self.distillation is not None:
             yield from _distillation_problems(tasks)
         yield from deadline_problems(self)
-        cores = os.cpu_count() or 1
+        cores = available_cores()
         if self.cpu_threads is not None and self.cpu_threads > MAX_THREADS_PER_CORE * cores:
             yield (
-                f"cpu_threads is {self.cpu_threads}; this machine has {cores} cores, and more than "
+                f"cpu_threads is {self.cpu_threads}; this process may use {cores} cores, and more than "
                 f"{MAX_THREADS_PER_CORE * cores} threads only stand in each other's way"
             )
         if self.train_batch_size % self.train.updates_per_batch:
@@ -219,7 +219,7 @@ class RLDisaggregatedTrainerConfig(RLTrainerConfig):
 
     def threads(self) -> tuple[int | None, int | None]:
         """Trainer and engines work at once, so they divide the cores."""
-        cores = self.cpu_threads or os.cpu_count() or 2
+        cores = self.cpu_threads or available_cores()
         return max(1, cores - cores // 2), max(1, cores // 2 // self.engines.num_engines)
 
     def most_threads(self) -> int | None:
@@ -227,7 +227,7 @@ class RLDisaggregatedTrainerConfig(RLTrainerConfig):
         process uses cannot be told from one's own."""
         if self.deterministic or not self.engines.engine.process:
             return None
-        return self.cpu_threads or os.cpu_count() or 2
+        return self.cpu_threads or available_cores()
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,7 +103,7 @@ class RolloutIndex:
     def __init__(self, run_dir: Path, *, observer: Observer | None = None) -> None:
         self.path = run_dir / INDEX_FILE
         self._directory = run_dir / "trajectories"
-        self._command = f"penstock ledger {run_dir} --reindex"
+        self._command = f"penstock ledger {shlex.quote(str(run_dir))} --reindex"
         self._observer = observer or Nobody()
         self._told = False
 

@@ -43,8 +43,6 @@ def arithmetic_line(event: ArithmeticChosen) -> str:
             takes = event.others_take.get(part)
             words.append(f"{name} {dtype}" + (f" ({other} takes {takes:.2g}x as long)" if takes is not None else ""))
     line = f"arithmetic: {', '.join(words)}, on {event.cpu}"
-    if event.uncompiled:
-        line += "; slower than it could be: kernels are not compiled (install gcc, python3-dev and then Penstock again)"
     if not event.began_on:
         return line
     here = "" if event.began_on == event.cpu else f" on {event.began_on}; what is fastest here was not asked"

@@ -23,7 +23,7 @@ from penstock.ports import Engine, Engines, Local, Tokenizer, TrainWorker, Weigh
 from penstock.produce import AgentLoopManager, World, check_templates, load_prompts
 from penstock.replay import ReplayBuffer
 from penstock.replay.disk import Disk
-from penstock.trainer.arithmetic import Arithmetic, find_arithmetic
+from penstock.trainer.arithmetic import Arithmetic, find_arithmetic, kernels_note
 from penstock.trainer.checkpoints import Checkpoint, CheckpointStore
 from penstock.trainer.config import RLTrainerConfig, plain_observers
 from penstock.trainer.distillation import Teachers
@@ -116,8 +116,9 @@ class _Opened:
             observer=observers,
             run_dir=directory if trains else None,
         )
-        if (note := context_note(self.model_dir)) is not None:
-            observers.notice(Note(text=note))
+        for note in (kernels_note(config), context_note(self.model_dir)):
+            if note is not None:
+                observers.notice(Note(text=note))
         printed = str(directory / PRINTED_FILE) if directory is not None else None
         self._run_engine = RunEngine()
         self.judger_ports = {"engine": self._run_engine, "tokenizer": self.tokenizer}

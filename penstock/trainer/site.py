@@ -6,7 +6,6 @@ them elsewhere and hands out proxies; it is given to `config.build(site=...)`, a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -15,6 +14,7 @@ import msgspec
 
 from penstock.events import Observer
 from penstock.learn.batch import TrainBatch
+from penstock.models.cores import available_cores
 from penstock.ports import Engines, Local, Placement, Tokenizer, TrainWorker, WeightChannel
 from penstock.resources import actor_problems
 
@@ -92,7 +92,7 @@ class LocalSite:
                 run.observer,
                 total_steps=config.total_steps,
                 deterministic=config.deterministic,
-                threads=max(1, (config.threads()[0] or os.cpu_count() or 1) // ranks),
+                threads=max(1, (config.threads()[0] or available_cores()) // ranks),
             )
         return config.train.build(
             run.model_dir,

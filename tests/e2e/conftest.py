@@ -57,7 +57,7 @@ def tiny_run(model_cache, make_known, size):
     On one thread: the other cores have tests. In `make test` 30 of its 50 steps, in which it learns as much.
     """
     make_known("tiny")
-    settings = (f"--set=total_steps={size(30, 50, 50)}", "--set=cpu_threads=1")
+    settings = (f"--set=total_steps={size(30, 50)}", "--set=cpu_threads=1")
     home = model_cache.parent
     with (home / "tiny_run.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

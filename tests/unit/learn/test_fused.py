@@ -100,7 +100,7 @@ def test_beside_a_busy_process_one_thread_less_computes_the_same(
 
     model = _randomize(tiny_model("llama"))
     batch = _long_and_short(random_groups)
-    pace = Pace(Team(ThreadCount(2, cores=2), read), clock=itertools.count().__next__)
+    pace = Pace(Team(ThreadCount(2, cores=2), read), clock=itertools.count(0.0, WINDOW_S).__next__)
     ways: dict[str, LogprobModel] = {
         "fused": FusedModel(model, Gradients(), torch.float32, pace=pace),
         "checkpointed": FusedModel(model, Gradients(), torch.float32, activation_checkpointing=True, pace=pace),
@@ -123,18 +123,18 @@ def test_beside_a_busy_process_one_thread_less_computes_the_same(
 def test_layers_are_told_there_and_back_each_with_its_amount_of_work(
     tiny_model: ModelOf, random_groups: RandomGroups
 ) -> None:
-    told: list[int] = []
+    told: list[tuple[str, int]] = []
 
     class Told(Pace):
-        def piece(self, size: int) -> None:
-            told.append(size)
+        def piece(self, size: int, kind: str = "there") -> None:
+            told.append((kind, size))
 
     model = tiny_model("llama")
     way = FusedModel(model, Gradients(), torch.float32, pace=Told(Team(ThreadCount(1))))
     [micro] = pack(prepare_batch(random_groups(3, num_groups=2), train_step=1), max_tokens=10_000, one_row=True)
     way.logprobs(micro).logprobs.sum().backward()
     layers, cells = model.config.num_hidden_layers, micro.input_ids.size
-    assert told == [cells] * layers + [2 * cells] * layers
+    assert told == [("there", cells)] * layers + [("back", cells)] * layers
 
 
 def test_prompts_that_begin_alike_have_the_gradient_of_each_alone(

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.models.cores import HOLD_S, STEPS, WINDOW_S, Reading, ThreadCount, available_cores, read_machine
+from penstock.models.cores import (
+    HOLD_S,
+    PATIENCE_S,
+    STEPS,
+    WINDOW_S,
+    Reading,
+    ThreadCount,
+    available_cores,
+    read_machine,
+)
 from penstock.models.threads import Team
 
 
@@ -109,8 +118,56 @@ def test_steps_with_another_amount_of_work_are_not_compared() -> None:
         wanted.read(machine.passes(1.0, others=1.0, own=1.0))
     assert wanted.count == 1
     for _ in range(2 * STEPS):
-        wanted.took(9.0, 64)
-    assert wanted.count == 1
+        wanted.took(PATIENCE_S / 100, 64)
+    assert wanted.count == 1 and wanted.trying
+    for _ in range(STEPS):
+        wanted.took(1.0, 8)
+    assert wanted.count == 1 and not wanted.trying
+
+
+def test_a_number_that_nothing_can_be_compared_with_is_taken_back() -> None:
+    wanted, machine = ThreadCount(2, cores=2), Machine(2)
+    for _ in range(3):
+        wanted.took(1.0, 8)
+        wanted.read(machine.passes(1.0, others=1.0, own=1.0))
+    counts = []
+    for _ in range(4):
+        wanted.took(PATIENCE_S / 3, 64)
+        counts.append(wanted.count)
+    assert counts == [1, 1, 2, 2]
+
+
+def test_passes_of_two_directions_are_not_compared_however_much_alike_their_sizes_are() -> None:
+    wanted, machine = ThreadCount(2, cores=2), Machine(2)
+    for _ in range(3):
+        wanted.took(1.0, 64)
+        wanted.read(machine.passes(1.0, others=1.0, own=1.0))
+    for _ in range(STEPS):
+        wanted.took(0.1, 64, "back")
+    assert wanted.trying
+    for _ in range(STEPS):
+        wanted.took(2.0, 64)
+    assert wanted.count == 2
+
+
+def test_what_others_did_while_it_rested_says_nothing() -> None:
+    """An engine beside a trainer of the same run: they take turns."""
+    machine, before = Machine(2), torch.get_num_threads()
+    wanted = ThreadCount(2, cores=2)
+    team = Team(wanted, lambda: machine.now)
+    counts = set()
+    try:
+        for _ in range(6):
+            team.gather()
+            for _ in range(2):
+                machine.passes(WINDOW_S, others=0.0, own=2.0)
+                team.stepped(WINDOW_S, 64)
+                counts.add(wanted.count)
+            team.rest()
+            machine.passes(10.0, others=2.0, own=0.0, waited=0.5)
+    finally:
+        torch.set_num_threads(before)
+    assert counts == {2}
 
 
 def test_two_kinds_of_steps_that_take_turns_are_each_compared_with_their_own() -> None:

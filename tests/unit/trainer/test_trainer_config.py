@@ -128,7 +128,7 @@ def test_trainer_and_engines_that_work_at_once_divide_the_cores_and_lend_those_t
 
 def test_more_threads_than_a_machine_can_use_are_refused() -> None:
     (problem,) = tiny.trainer.replace("cpu_threads", 100_000).problems()
-    assert problem.startswith("cpu_threads is 100000; this machine has ")
+    assert problem.startswith("cpu_threads is 100000; this process may use ")
     assert list(tiny.trainer.replace("cpu_threads", 4 * (os.cpu_count() or 1)).problems()) == []
 
 
