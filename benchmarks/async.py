@@ -4,10 +4,13 @@ The real loops, strategies, manager and buffer play against an engine that makes
 32 groups of 8 a step, 64 slots, log-normal lengths with p99/p50 = 8, a train step as long as the mean generation of a
 step, a weight sync of 2 % of it, interval 1, `max_staleness` 4. The bound is the slower of generation and training,
 working all the time. Prints one JSON line per figure, and one per variant with waste, staleness and length bias.
+
+python benchmarks/async.py [--steps 60]
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import math
@@ -30,7 +33,7 @@ from penstock.rollout import SampleParams
 from penstock.testing import EngineScript, ScriptedTask, ScriptedWorld, run_virtual
 from penstock.trainer.loops import LoopPorts, Schedule, Stages, colocated_loop, disaggregated_loop
 
-GROUPS, K, SLOTS, STEPS, WARM_UP = 32, 8, 64, 60, 10
+GROUPS, K, SLOTS, WARM_UP = 32, 8, 64, 10
 TOKENS_PER_S = 50.0
 MEDIAN = 200.0
 SIGMA = math.log(8.0) / 2.3263
@@ -115,12 +118,12 @@ class Ports:
         return {}
 
 
-async def run(world: ScriptedWorld, *, colocated: bool) -> list[Lap]:
+async def run(world: ScriptedWorld, steps: int, *, colocated: bool) -> list[Lap]:
     """The trainers' own loop."""
     ports = Ports(world)
     loop = colocated_loop if colocated else disaggregated_loop
     await loop(
-        Schedule(total_steps=STEPS, batch_size=GROUPS, checkpoint_interval=STEPS),
+        Schedule(total_steps=steps, batch_size=GROUPS, checkpoint_interval=steps),
         LoopPorts(
             producer=world.manager,
             learner=ports,
@@ -136,9 +139,9 @@ async def run(world: ScriptedWorld, *, colocated: bool) -> list[Lap]:
     return ports.laps
 
 
-def measure(strategy: ProduceStrategyConfig) -> dict[str, float]:
+def measure(strategy: ProduceStrategyConfig, steps: int) -> dict[str, float]:
     world = world_for(strategy)
-    laps = run_virtual(run(world, colocated=isinstance(strategy, SyncProduceStrategyConfig)))
+    laps = run_virtual(run(world, steps, colocated=isinstance(strategy, SyncProduceStrategyConfig)))
     world.check()
     seconds = laps[-1].ended_at - laps[WARM_UP - 1].ended_at
     tokens = world.buffer.tokens
@@ -156,7 +159,12 @@ def show(figure: str, value: float, unit: str, detail: object) -> None:
 
 
 def main() -> None:
-    measured = {name: measure(strategy) for name, strategy in VARIANTS.items()}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--steps", type=int, default=60, help=f"train steps of each variant, the first {WARM_UP} uncounted"
+    )
+    steps = parser.parse_args().steps
+    measured = {name: measure(strategy, steps) for name, strategy in VARIANTS.items()}
     for name, values in measured.items():
         rounded = {key: round(value, 4) for key, value in values.items()}
         show(f"async.steps_per_s.{name.replace(' + ', '_').replace(' ', '_')}", values["steps_per_s"], "1/s", rounded)

@@ -46,7 +46,7 @@ from peers import (
 
 from penstock.data import AdditionConfig
 from penstock.models import load_tokenizer, resolve_model
-from penstock.models.arithmetic import cpu_name
+from penstock.models.arithmetic import choose_for, cpu_name
 
 BATCH, RAGGED_BATCH = 64, 32
 REPEAT = 8
@@ -90,20 +90,25 @@ class Work:
 class Field:
     """Everyone who takes part, started one after the other: name -> (contestant, how it is asked)."""
 
-    def __init__(self, model: str, threads: int, stack: contextlib.ExitStack) -> None:
+    def __init__(self, model: str, threads: int, dtypes: list[str], stack: contextlib.ExitStack) -> None:
+        self._dtypes = dtypes
         self._job = {"model": model, "threads": threads, "seed": 0, "max_running": BATCH}
         self._stack = stack
         self.ways: dict[str, tuple[Contestant, dict[str, Any]]] = {}
 
+    @property
+    def _named(self) -> list[str]:
+        return [DTYPES[short] for short in self._dtypes]
+
     def start_ours(self) -> None:
-        ours = self._start("Penstock", "penstock_generate.py", our_python(), dtypes=[BF16, FP32])
-        for short, dtype in DTYPES.items():
+        ours = self._start("Penstock", "penstock_generate.py", our_python(), dtypes=self._named)
+        for short, dtype in zip(self._dtypes, self._named, strict=True):
             self.ways[f"ours.{short}"] = (ours, {"way": "generate", "dtype": dtype})
             self.ways[f"bound.{short}"] = (ours, {"way": "bound", "dtype": dtype, "steps": 12})
 
     def start_transformers(self) -> None:
-        peer = self._start("transformers", "transformers_generate.py", trl_python(), dtypes=[BF16, FP32])
-        for short, dtype in DTYPES.items():
+        peer = self._start("transformers", "transformers_generate.py", trl_python(), dtypes=self._named)
+        for short, dtype in zip(self._dtypes, self._named, strict=True):
             self.ways[f"generate.{short}"] = (peer, {"way": "generate", "dtype": dtype})
 
     def start_vllm(self, name: str, dtype: str, *, eager: bool) -> None:
@@ -234,7 +239,7 @@ PARTS = {"fixed": compare_fixed, "ragged": compare_ragged, "contended": compare_
 
 def run_compiled(model: str, threads: int, dtype: str, work: Work) -> None:
     with contextlib.ExitStack() as stack:
-        field = Field(model, threads, stack)
+        field = Field(model, threads, [dtype], stack)
         field.start_vllm("vllm_compiled", dtype, eager=False)
         (name,) = field.ways
         field.run(name, work.fixed(tokens=4))
@@ -243,7 +248,9 @@ def run_compiled(model: str, threads: int, dtype: str, work: Work) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smoke run: answers of 4 tokens, once")
+    parser.add_argument(
+        "--quick", action="store_true", help="a smoke run: answers of 4 tokens, once, in what `auto` takes"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=FIXED, help="of each answer of a fixed length")
     parser.add_argument("--threads", type=int, default=2)
@@ -253,11 +260,15 @@ def main() -> None:
     rounds = 1 if arguments.quick else arguments.rounds
     model = str(resolve_model("smollm2-135m"))
     work = Work(model, arguments.quick, arguments.tokens)
+    dtypes = list(DTYPES)
+    if arguments.quick:
+        chosen = choose_for(Path(model), rows=BATCH, trains=False, fused=True, deterministic=False).dtype
+        dtypes = [short for short, dtype in DTYPES.items() if dtype == chosen]
     with contextlib.ExitStack() as stack:
-        field = Field(model, arguments.threads, stack)
+        field = Field(model, arguments.threads, dtypes, stack)
         field.start_ours()
         field.start_transformers()
-        for dtype in DTYPES:
+        for dtype in dtypes:
             field.start_vllm("vllm", dtype, eager=True)
         best, rate = best_ways(field, work)
         shared = {

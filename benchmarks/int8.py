@@ -128,7 +128,9 @@ def _int8_way(shapes: list[tuple[int, int]]) -> Callable[[], None]:
     layers = []
     for out, into in shapes:
         given = torch.randn(out, into)
-        weight = torch.quantize_per_channel(given, given.abs().amax(1) / LARGEST, torch.zeros(out), 0, torch.qint8)
+        weight = torch.quantize_per_channel(
+            given, given.abs().amax(1) / LARGEST, torch.zeros(out, dtype=torch.int64), 0, torch.qint8
+        )
         layers.append((torch.randn(ROWS, into), torch.ops.quantized.linear_prepack(weight, None)))
 
     def run() -> None:

@@ -3,10 +3,13 @@
 Groups of 8 with 64-token answers, n of them in flight at once, beside bare asyncio doing the least it could for the
 same work: a task, a callback and 8 records a group. Nothing here waits, so what is measured is the processor's time.
 Prints one JSON line per figure.
+
+python benchmarks/pipeline.py [--quick]
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
 import json
@@ -175,17 +178,22 @@ def show(figure: str, value: float, unit: str, **detail: object) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smoke run: a third of the rounds")
+    quick = parser.parse_args().quick
     asyncio.run(ours(500))
     asyncio.run(bare(500))
-    here, floor = per_group(ours, 4096, 7), per_group(bare, 4096, 7)
+    rounds = 3 if quick else 7
+    here, floor = per_group(ours, 4096, rounds), per_group(bare, 4096, rounds)
     micro = {"ours_us": round(here * 1e6, 2), "bare_us": round(floor * 1e6, 2)}
     show("pipeline.groups_per_s", 1 / here, "groups/s", n=4096, k=K, tokens=64, **micro)
     show("pipeline.vs_bare_asyncio", here / floor, "x", n=4096, **micro)
+    large_n = 20_000 if quick else 100_000
     growth = {
-        name: per_group(measure, 100_000, 3) / per_group(measure, 1000, 15)
+        name: per_group(measure, large_n, 1 if quick else 3) / per_group(measure, 1000, 2 * rounds + 1)
         for name, measure in (("ours", ours), ("bare", bare))
     }
-    show("pipeline.growth_vs_bare_asyncio", growth["ours"] / growth["bare"], "x", n=[1000, 100_000], **growth)
+    show("pipeline.growth_vs_bare_asyncio", growth["ours"] / growth["bare"], "x", n=[1000, large_n], **growth)
     small, large = asyncio.run(lookups(1000)), asyncio.run(lookups(1_000_000))
     show("pipeline.count_us_at_1m", large["count_us"], "us", at_1k=small, at_1m=large)
     show("pipeline.loop_lag_p99_ms_at_10k", asyncio.run(loop_lag(10_000)), "ms", rollouts=10_000)

@@ -13,7 +13,7 @@ sessions.durable_ms    how long a finished turn waits until it is on disk, alone
 
 Engine and endpoint are in one process, the clients in another. The tokenizer and the chat template are SmolLM2's.
 
-python benchmarks/sessions.py [--seconds 10]
+python benchmarks/sessions.py [--seconds 10] [--sizes 32,384]
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ async def durable(directory: Path, at_once: int) -> float:
     return statistics.median(waited)
 
 
-async def main(seconds: float, pipe: Connection, tokenizer: Tokenizer) -> None:
+async def main(seconds: float, sizes: list[int], pipe: Connection, tokenizer: Tokenizer) -> None:
     async def ask(tokens_per_s: float, sessions: int, measured: float) -> list[Access]:
         pipe.send((tokens_per_s, sessions, measured))
         return [Access(*access) for access in await asyncio.to_thread(pipe.recv)]
@@ -263,7 +263,7 @@ async def main(seconds: float, pipe: Connection, tokenizer: Tokenizer) -> None:
         rates: tuple[float, float, float, float] = await asyncio.to_thread(pipe.recv)
         return rates
 
-    for size in SIZES:
+    for size in sizes:
         accesses = await ask(TOKENS_PER_S, size, seconds)
         played_s = WARM_UP_S + seconds + 1
         turns = await play_for(accesses, played_s) * played_s
@@ -294,6 +294,7 @@ async def main(seconds: float, pipe: Connection, tokenizer: Tokenizer) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0, help="each throughput is measured for so long")
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="of those, with how many busy sessions")
     arguments = parser.parse_args()
     model = resolve_model("smollm2-135m")
     context = multiprocessing.get_context("spawn")
@@ -301,7 +302,8 @@ if __name__ == "__main__":
     process = context.Process(target=serve, args=(theirs, str(model)))
     process.start()
     try:
-        asyncio.run(main(arguments.seconds, ours, load_tokenizer(model)))
+        sizes = [int(size) for size in arguments.sizes.split(",")]
+        asyncio.run(main(arguments.seconds, sizes, ours, load_tokenizer(model)))
         ours.send(None)
         process.join(20)
     finally:

@@ -44,6 +44,8 @@ class Outbox:
         self._waiting: list[Message] = []
         self._wake: Callable[[], None] = lambda: None
         self._attended_at = 0.0
+        self._line = ""
+        """The driver's, that was here last."""
         self._watching: asyncio.Task[None] | None = None
 
     async def call(self, port: str, method: str, arguments: tuple[Any, ...]) -> Any:
@@ -65,8 +67,14 @@ class Outbox:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the actor ends
                 self._loop.call_soon_threadsafe(self._asking.tell, port, method, arguments)
 
-    def attended(self, wake: Callable[[], None]) -> list[Message]:
-        """What the driver is to be given: it is here. `wake` is called when there is more."""
+    def attended(self, line: str, wake: Callable[[], None]) -> list[Message]:
+        """What the driver is to be given: it is here. `wake` is called when there is more.
+
+        On a new line it has forgotten what it was given on the one before.
+        """
+        if line != self._line:
+            self._line = line
+            self._asking.fail(self._forgotten, but={ask.number for ask in self._waiting if isinstance(ask, Ask)})
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._attended_at = self._loop.time()
         self._wake = wake
@@ -96,6 +104,10 @@ class Outbox:
                 self._asking.fail(self._silent)
                 return
             await asyncio.sleep(left)
+
+    def _forgotten(self) -> InfrastructureFailure:
+        words = "the driver lost its connection to this actor, and with it what it was asked"
+        return InfrastructureFailure(words, reason=FailureReason.ACTOR_DIED)
 
     def _silent(self) -> InfrastructureFailure:
         words = f"the driver has not asked for {self._silent_s:g} s"

@@ -28,7 +28,7 @@ from penstock.cluster.line import COLLECT_S, SILENT_S
 from penstock.cluster.peer import Answer, Answering, Message, decode_messages, encode_messages
 from penstock.cluster.proxies import SERVERS
 from penstock.cluster.wire import MISSING, answer_raised, answer_with, pack, unpack
-from penstock.errors import RunError
+from penstock.errors import DeadlineExceeded, RunError
 from penstock.events import Warned
 from penstock.garbage import keep_what_is_loaded
 from penstock.ports import Description, build_here
@@ -173,6 +173,7 @@ class _Connection:
 
     def __init__(self, find: Callable[[str], Awaitable[Any]], name: str) -> None:
         self.answering = Answering(self._send, find, name)
+        self._name = name
         self.collected_at = asyncio.get_running_loop().time()
         self._outgoing: list[Message] = []
         self._something = asyncio.Event()
@@ -180,7 +181,7 @@ class _Connection:
     async def collect(self, wait_s: float, outbox: Outbox | None) -> list[Message]:
         loop = asyncio.get_running_loop()
         self.collected_at = loop.time() + wait_s
-        self._outgoing += outbox.attended(self._something.set) if outbox is not None else []
+        self._outgoing += outbox.attended(self._name, self._something.set) if outbox is not None else []
         if not self._outgoing:
             self._something.clear()
             with contextlib.suppress(TimeoutError):
@@ -189,7 +190,7 @@ class _Connection:
             # What else this turn of the loop brings goes with it.
             await asyncio.sleep(0)
         if outbox is not None:
-            self._outgoing += outbox.attended(self._something.set)
+            self._outgoing += outbox.attended(self._name, self._something.set)
         outgoing, self._outgoing = self._outgoing, []
         self.collected_at = loop.time()
         return outgoing
@@ -219,10 +220,14 @@ def outbox() -> Outbox:
 
 
 def call_from_thread(call: Coroutine[Any, Any, T]) -> T:
-    """On the loop of this actor's objects, from the thread in which one of them is built; blocks."""
+    """On the loop of this actor's objects, from the thread in which one of them is built; blocks. Raises
+    DeadlineExceeded when the driver does not answer."""
     if current is None or current.home is None:
         raise RunError("this process is no actor of Penstock's")
-    return asyncio.run_coroutine_threadsafe(call, current.home).result()
+    try:
+        return asyncio.run_coroutine_threadsafe(call, current.home).result(SILENT_S)
+    except TimeoutError:
+        raise DeadlineExceeded(f"the driver has not answered for {SILENT_S:g} s") from None
 
 
 RemoteHost = ray.remote(

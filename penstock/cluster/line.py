@@ -55,10 +55,30 @@ class ActorGone(InfrastructureFailure):
         super().__init__(message, reason=reason)
 
 
+_lost: list[str] = []
+"""Why this process's cluster is gone; empty while it is there."""
+
+
+def lose_cluster(words: str) -> None:
+    """Nobody there answers any more: what is asked from now on fails at once. Of any thread."""
+    _lost[:] = [words]
+
+
+def find_cluster() -> None:
+    """There is a new connection."""
+    _lost.clear()
+
+
+def cluster_is_lost() -> bool:
+    return bool(_lost)
+
+
 async def answered(name: str, method: Any, *arguments: Any) -> Any:
     """What an actor's method returns. Raises ActorGone; no exception of Ray's goes further than this."""
     if not ray.is_initialized():
         raise ActorGone(f"actor {name} is gone: the connection to its cluster was closed")
+    if _lost:
+        raise ActorGone(f"actor {name} is gone: {_lost[0]}")
     ref = method.remote(*arguments)
     try:
         return await ref
@@ -125,13 +145,15 @@ class Line:
         """All that this turn of the event loop asks for, and what comes while that is on its way."""
         me = self._posting
         try:
-            if not self._incarnation:
-                self._incarnation = (await answered(self._name, self._handle.incarnation)).decode()
             while self._outgoing:
-                messages, self._outgoing = self._outgoing, []
-                posted = self._id, self._incarnation, encode_messages(messages)
-                if not await answered(self._name, self._handle.post, *posted):
-                    raise ActorGone(f"actor {self._name} was restarted")
+                async with asyncio.timeout(SILENT_S):
+                    incarnation = await self._known_incarnation()
+                    messages, self._outgoing = self._outgoing, []
+                    posted = self._id, incarnation, encode_messages(messages)
+                    if not await answered(self._name, self._handle.post, *posted):
+                        raise ActorGone(f"actor {self._name} was restarted")
+        except TimeoutError:
+            self._lose(self._silent())
         except ActorGone as gone:
             self._lose(gone)
         except RunError as error:
@@ -148,17 +170,18 @@ class Line:
         me = self._collecting
         try:
             while self._asking or self._answering is not None:
-                if not self._incarnation:
-                    self._incarnation = (await answered(self._name, self._handle.incarnation)).decode()
-                looked = self._id, self._incarnation, COLLECT_S, self._answering is not None
                 async with asyncio.timeout(COLLECT_S + SILENT_S):
+                    incarnation = await self._known_incarnation()
+                    looked = self._id, incarnation, COLLECT_S, self._answering is not None
                     messages = await answered(self._name, self._handle.collect, *looked)
                 if not messages:
                     raise ActorGone(f"actor {self._name} was restarted")
                 for message in decode_messages(messages):
                     self._take(message)
+            # Nobody looks any more: the actor may be another one when it is asked again.
+            self._incarnation = ""
         except TimeoutError:
-            self._lose(ActorGone(f"actor {self._name} has not answered for {SILENT_S:g} s"))
+            self._lose(self._silent())
         except ActorGone as gone:
             self._lose(gone)
         except RunError as error:
@@ -166,6 +189,14 @@ class Line:
         finally:
             if self._collecting is me:
                 self._collecting = None
+
+    async def _known_incarnation(self) -> str:
+        if not self._incarnation:
+            self._incarnation = (await answered(self._name, self._handle.incarnation)).decode()
+        return self._incarnation
+
+    def _silent(self) -> ActorGone:
+        return ActorGone(f"actor {self._name} has not answered for {SILENT_S:g} s")
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Answer):

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Container
 from typing import Any, Literal
 
 import msgspec
@@ -112,13 +112,14 @@ class Asking:
         elif message.number in self._streams:
             self._streams[message.number].put_nowait(message.answer)
 
-    def fail(self, error: Callable[[], Exception]) -> None:
-        """All that waits: the other side is gone. A fresh error for each, because they collect tracebacks."""
-        for answer in self._calls.values():
-            if not answer.done():
+    def fail(self, error: Callable[[], Exception], *, but: Container[int] = ()) -> None:
+        """All that waits but these: the other side is gone. An error for each, because they collect tracebacks."""
+        for number, answer in self._calls.items():
+            if number not in but and not answer.done():
                 answer.set_exception(error())
-        for answers in self._streams.values():
-            answers.put_nowait(error())
+        for number, answers in self._streams.items():
+            if number not in but:
+                answers.put_nowait(error())
 
 
 class Answering:

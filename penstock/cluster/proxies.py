@@ -6,6 +6,7 @@ object in the process where it lives. Members are those of the port, no others.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
@@ -49,6 +50,16 @@ class Teller(Protocol):
         ...
 
 
+CLOSE_S = 10.0
+"""For an object to close; what does not is ended with its actor."""
+
+
+async def close(caller: Caller) -> None:
+    with contextlib.suppress(TimeoutError, ActorGone):
+        async with asyncio.timeout(CLOSE_S):
+            await caller.control("close")
+
+
 class AgentLoopProxy:
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
@@ -70,7 +81,7 @@ class AgentLoopProxy:
         return {name: stage for stages in await self._caller.control("stages") for name, stage in stages.items()}
 
     async def close(self) -> None:
-        await self._caller.control("close")
+        await close(self._caller)
 
 
 class AgentLoopServer:
@@ -119,7 +130,7 @@ class JudgerProxy(Judger):
         return added_up(await self._caller.control("metrics"))
 
     async def close(self) -> None:
-        await self._caller.control("close")
+        await close(self._caller)
 
 
 class JudgerServer:
@@ -195,7 +206,7 @@ class EngineProxy:
         return stats
 
     async def close(self) -> None:
-        await self._caller.control("close")
+        await close(self._caller)
 
 
 class EnginesProxy(EngineProxy):

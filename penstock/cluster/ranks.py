@@ -30,6 +30,7 @@ from torch import Tensor
 
 from penstock.cluster.host import CONTROL, marked
 from penstock.cluster.launcher import START_S, CPUActorLauncher
+from penstock.cluster.line import cluster_is_lost
 from penstock.errors import InfrastructureFailure, RanksUnavailable, WeightSyncError
 from penstock.learn.batch import TrainBatch
 from penstock.learn.rank import RNG, Rank, RankSetup, StatePart
@@ -230,6 +231,9 @@ class ActorRank:
     async def end(self) -> None:
         """It is gone when this returns. Raises RanksUnavailable when that is not to be found out."""
         await asyncio.to_thread(self._ranks.give_back, self._handle)
+        if cluster_is_lost():
+            self._watching.cancel()
+            return
         try:
             async with asyncio.timeout(END_S):
                 await self._gone.wait()

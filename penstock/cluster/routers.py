@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from penstock.cluster import host
+from penstock.cluster.line import SILENT_S
 from penstock.cluster.member import ActorGone, Member, Part
 
 WAIT_S = 120.0
@@ -116,9 +118,10 @@ class Router:
     async def _look(self, index: int) -> None:
         while True:
             try:
-                await self.members[index].identify()
+                async with asyncio.timeout(SILENT_S):
+                    await self.members[index].identify()
                 break
-            except ActorGone:
+            except (ActorGone, TimeoutError):
                 await asyncio.sleep(PROBE_S)
         del self._lost[index]
         assert self._back is not None
@@ -149,6 +152,21 @@ class OneActor:
         return self.member.stream(self.part, method, *arguments)
 
 
+class Patience:
+    """Of one call: so long from a loss on, and anew for one that comes after that."""
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+        self._ends = -math.inf
+
+    def now(self) -> float:
+        """Something was lost: until when it is waited for."""
+        lost_at = asyncio.get_running_loop().time()
+        if lost_at > self._ends:
+            self._ends = lost_at + self._wait_s
+        return self._ends
+
+
 class PatientActor(OneActor):
     """A `Caller` for one actor that is asked again, also by control calls, when it is back. It may travel."""
 
@@ -171,7 +189,7 @@ class PatientActor(OneActor):
 
     async def stream(self, method: str, *arguments: Any) -> AsyncGenerator[Any, None]:
         """Asked again only while nothing was handed out."""
-        ends = asyncio.get_running_loop().time() + self._wait_s
+        ends = Patience(self._wait_s)
         while True:
             begun = False
             try:
@@ -183,15 +201,15 @@ class PatientActor(OneActor):
             except ActorGone as gone:
                 if begun:
                     raise
-                await self._until_back(gone, ends)
+                await self._until_back(gone, ends.now())
 
     async def _patiently(self, ask: Callable[[], Awaitable[Any]]) -> Any:
-        ends = asyncio.get_running_loop().time() + self._wait_s
+        ends = Patience(self._wait_s)
         while True:
             try:
                 return await ask()
             except ActorGone as gone:
-                await self._until_back(gone, ends)
+                await self._until_back(gone, ends.now())
 
     async def _until_back(self, gone: ActorGone, ends: float) -> None:
         loop = asyncio.get_running_loop()

@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ import ray
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.services import canonicalize_bootstrap_address
 
+from penstock.cluster.line import cluster_is_lost, find_cluster, lose_cluster
 from penstock.cluster.resources import NodeResources
 from penstock.environment import child_environment, environment_replaced
 from penstock.errors import ConfigError, RunError
@@ -47,6 +49,10 @@ LOCAL, AUTO = "local", "auto"
 CONNECT_S = 5.0
 GONE_S = 15.0
 """How long what was killed may take to be gone from Ray's tables."""
+LOOK_S, LOOKS = 2.0, 10
+"""How often it is looked whether the cluster is there, and how often in a row it must not be. Shorter than the minute
+after which Ray ends a process that lost its cluster, longer than one that is restarted in its place takes."""
+SHUT_DOWN_S = 5.0
 OBJECT_STORE = 4 << 30
 """Of a Ray that is started here, at most. Records are small and weights go another way; what is kept for train ranks is
 large. It takes memory when it is used."""
@@ -59,18 +65,50 @@ class Session:
 
     def __init__(self, *, namespace: str, directory: Path | None) -> None:
         self.namespace = namespace
+        self._closing = threading.Event()
+        self._lost = ""
+        self._tell_of_loss: list[Callable[[str], None]] = []
         self._directory = directory
         """Of a Ray that was started here."""
         self._actors: list[Any] = []
         self._groups: list[Any] = []
         self._owning = threading.Lock()
         self._closed = False
+        find_cluster()
+        address = str(ray.get_runtime_context().gcs_address)
+        threading.Thread(target=self._look, args=(address,), name="look for the cluster", daemon=True).start()
 
     def __enter__(self) -> Session:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        """`tell` is called with the reason, in any thread, when the cluster itself is gone."""
+        with self._owning:
+            self._tell_of_loss.append(tell)
+            lost = self._lost
+        if lost:
+            tell(lost)
+
+    def _look(self, address: str) -> None:
+        """Ray waits for a cluster that is gone for a minute, and then ends the process without a word."""
+        host, _, port = address.rpartition(":")
+        failed = 0
+        while failed < LOOKS and not self._closing.wait(LOOK_S):
+            try:
+                socket.create_connection((host, int(port)), timeout=LOOK_S).close()
+                failed = 0
+            except OSError:
+                failed += 1
+        if failed == LOOKS:
+            words = f"nothing has answered at {address} for {LOOKS * LOOK_S:g} s: the Ray cluster is gone"
+            lose_cluster(words)
+            with self._owning:
+                self._lost, waiting = words, list(self._tell_of_loss)
+            for tell in waiting:
+                tell(words)
 
     def nodes(self) -> list[NodeResources]:
         """Those that are alive, with what they have and what is free now; in the order of their ids."""
@@ -99,6 +137,8 @@ class Session:
         with self._owning:
             self._actors = [other for other in self._actors if other is not actor]
             self._groups = [other for other in self._groups if other is not group]
+        if cluster_is_lost():
+            return
         if actor is not None:
             with contextlib.suppress(Exception):
                 ray.kill(actor, no_restart=True)
@@ -112,9 +152,10 @@ class Session:
             return
         self._closed = True
         try:
-            self._end_all()
+            _in_time(self._end_all, GONE_S + SHUT_DOWN_S, "what is this run's was not ended")
         finally:
-            ray.shutdown()
+            self._closing.set()
+            _in_time(ray.shutdown, SHUT_DOWN_S, "the connection to Ray did not close", although_lost=True)
             if self._directory is not None:
                 shutil.rmtree(self._directory, ignore_errors=True)
             read_authentication_again()
@@ -257,6 +298,27 @@ def _wrong_token(address: str, error: Exception) -> ConfigError:
         f"the Ray cluster {address} does not take this token: {_first_line(error)} Give the token that it was started "
         "with: RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
     )
+
+
+def _in_time(work: Callable[[], None], seconds: float, otherwise: str, *, although_lost: bool = False) -> None:
+    """In a thread: what asks a cluster that is gone, or does not answer, may never return. Then it is left behind."""
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            errors.append(error)
+
+    ending = threading.Thread(target=run, name="leave the cluster", daemon=True)
+    ending.start()
+    deadline = time.monotonic() + seconds
+    while ending.is_alive() and time.monotonic() < deadline and (although_lost or not cluster_is_lost()):
+        ending.join(0.05)
+    if errors:
+        raise errors[0]
+    if ending.is_alive() and not cluster_is_lost():
+        logger.warning("%s within %g s", otherwise, seconds)
 
 
 def _still_there(actors: set[str], groups: set[str]) -> list[str]:

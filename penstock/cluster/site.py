@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 from collections.abc import Iterator
 
@@ -53,6 +55,17 @@ class RaySite(LocalSite):
         self._actors = RayPlacement(self._launcher)
         self.placement = self._actors
         self._shared: PlacementGroup | None = None
+
+    async def lost(self) -> str:
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[str] = loop.create_future()
+
+        def tell(words: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(found.set_result, words)
+
+        self._session.when_lost(tell)
+        return await found
 
     def problems(self, config: RLTrainerConfig, *, trains: bool = True) -> Iterator[str]:
         """What does not fit, with the node that is closest to having room. Nothing is started for it."""

@@ -168,9 +168,17 @@ class TrainRanks:
         await self._call("confirm_weights")
 
     async def close_weights(self) -> None:
-        if not self._closing:
-            with contextlib.suppress(PenstockError):
-                await self._call("close_weights")
+        """Of ranks that are lost nothing is left to close: they are not brought back for it."""
+        group = self._group
+        if self._closing or group is None or group.lost:
+            return
+
+        async def close() -> None:
+            async with self._turn:
+                answers(await group.call("close_weights"))
+
+        with contextlib.suppress(PenstockError, Broken):
+            await self._loop.run(close())
 
     # In the loop.
 

@@ -35,6 +35,7 @@ from penstock.trainer.parts import Parts
 from penstock.trainer.printed import PRINTED_FILE, Printed
 from penstock.trainer.resume import Beginning
 from penstock.trainer.signals import Stop, stopped_by_signals
+from penstock.trainer.site import ends_with
 from penstock.trainer.step import TrainStep
 from penstock.trainer.summary import Summary, SummarySink
 from penstock.trainer.trajectories import Trajectories
@@ -128,7 +129,8 @@ class RLTrainer(abc.ABC):
             try:
                 self._open_run_dir()
                 await control.open()
-                await self._run()
+                async with ends_with(self.parts.site):
+                    await self._run()
                 self._end(error=None)
                 return self.summary
             except PenstockError as error:

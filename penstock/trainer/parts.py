@@ -34,7 +34,7 @@ from penstock.trainer.origin import ModelOrigin, model_origin, require_same_mode
 from penstock.trainer.printed import PRINTED_FILE, Printed, last_printed
 from penstock.trainer.profile import Profile
 from penstock.trainer.resume import Beginning, find_beginning, require_unchanged
-from penstock.trainer.site import LocalSite, RunContext, Site
+from penstock.trainer.site import LocalSite, RunContext, Site, ends_with
 from penstock.trainer.trajectories import Trajectories
 
 TrainerT = TypeVar("TrainerT", covariant=True)
@@ -64,6 +64,8 @@ class Parts(msgspec.Struct, kw_only=True):
     tokenizer: Tokenizer
     made_from: ModelOrigin
     arithmetic: Arithmetic
+    site: Site
+    """Where they live."""
 
     async def close(self) -> None:
         """Everything, whatever one of them raises; the ledger last, because it holds what counts."""
@@ -295,6 +297,7 @@ def _build_parts(
         tokenizer=opened.tokenizer,
         made_from=made_from,
         arithmetic=opened.arithmetic,
+        site=site,
     )
 
 
@@ -397,7 +400,8 @@ def evaluate_once(
             for part in (opened.judgers, engine, evaluator):
                 stack.push_async_callback(part.close)
             observers.notice(StageBegan(stage="evaluate"))
-            evaluation = await evaluator.evaluate(0)
+            async with ends_with(site):
+                evaluation = await evaluator.evaluate(0)
             if out_dir is not None:
                 Printed(out_dir, observers).look()
                 Trajectories(out_dir, opened.tokenizer).save_as(ANSWERS_FILE, evaluation.groups)

@@ -6,12 +6,15 @@ them elsewhere and hands out proxies; it is given to `config.build(site=...)`, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from penstock.errors import RunError
 from penstock.events import Observer
 from penstock.learn.batch import TrainBatch
 from penstock.models.cores import available_cores
@@ -41,6 +44,10 @@ class Site(Protocol):
         """Of agent loops and judgers."""
         ...
 
+    async def lost(self) -> str:
+        """Returns when what all parts live on is gone, with the reason."""
+        ...
+
     def problems(self, config: RLTrainerConfig, *, trains: bool = True) -> Iterator[str]:
         """What this configuration asks for and cannot have here, to train or only to evaluate. Asked before anything
         is built."""
@@ -63,10 +70,37 @@ class Site(Protocol):
         ...
 
 
+@contextlib.asynccontextmanager
+async def ends_with(site: Site) -> AsyncIterator[None]:
+    """What is done within ends with RunError as soon as the site is lost, whatever it waits for."""
+    main, reasons = asyncio.current_task(), list[str]()
+    assert main is not None
+
+    async def watch() -> None:
+        reasons.append(await site.lost())
+        main.cancel()
+
+    watching = asyncio.create_task(watch(), name="watch the site")
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not reasons:
+            raise
+        main.uncancel()
+        raise RunError(f"{reasons[0]}; the run can be resumed when there is one again") from None
+    finally:
+        watching.cancel()
+
+
 class LocalSite:
     """This process, and those it starts."""
 
     placement: Placement = Local()
+
+    async def lost(self) -> str:
+        """Never: it would be lost with it."""
+        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        return await never
 
     def problems(self, config: RLTrainerConfig, *, trains: bool = True) -> Iterator[str]:
         yield from actor_problems(config.that_runs(trains=trains))

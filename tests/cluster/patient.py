@@ -43,6 +43,7 @@ def begin(start, hold) -> Begin:
     config.write_text(CONFIG.format(hold=hold))
 
     def begin(*arguments: str, directory: Path | None = None) -> tuple[subprocess.Popen[str], Path]:
+        hold.unlink(missing_ok=True)  # of a test that failed
         return start("train", str(config), *arguments, directory=directory)
 
     return begin

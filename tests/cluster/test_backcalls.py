@@ -13,9 +13,9 @@ from penstock.agent_loop.config import AgentLoopConfig
 from penstock.cluster.backcalls import Outbox
 from penstock.cluster.host import Host, pack_luggage
 from penstock.cluster.launcher import CPUActorLauncher
-from penstock.cluster.peer import Ask, decode_messages, encode_messages
+from penstock.cluster.peer import Answer, Ask, decode_messages, encode_messages
 from penstock.cluster.placement import RayPlacement
-from penstock.cluster.wire import PackedGroup, pack
+from penstock.cluster.wire import PackedGroup, answer_with, pack
 from penstock.errors import InfrastructureFailure, StorageError
 from penstock.events import ActorLost, ActorRecovered, Warned
 from penstock.ports import Description, GenerateRequest
@@ -192,6 +192,25 @@ def test_a_driver_that_does_not_ask_is_not_waited_for_for_ever():
     async def run():
         with pytest.raises(InfrastructureFailure, match="the driver has not asked"):
             await outbox.call("log", "append", ())
+
+    asyncio.run(run())
+
+
+def test_what_the_driver_was_asked_before_it_lost_its_line_fails_at_once_and_the_rest_goes_over_the_new_one():
+    outbox = Outbox()
+
+    async def run():
+        outbox.attended("first", lambda: None)
+        lost = asyncio.create_task(outbox.call("home", "restart", ()))
+        await asyncio.sleep(0)
+        assert len(outbox.attended("first", lambda: None)) == 1
+        later = asyncio.create_task(outbox.call("home", "start", ()))
+        await asyncio.sleep(0)
+        (given,) = outbox.attended("second", lambda: None)
+        with pytest.raises(InfrastructureFailure, match="lost its connection"):
+            await lost
+        outbox.take(Answer(given.number, answer_with(7)))
+        assert await later == 7
 
     asyncio.run(run())
 

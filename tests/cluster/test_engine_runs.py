@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 from cluster.conftest import NODE, TOKEN, leftovers
+from cluster.ending import output_of
 from cluster.hosted import kill
 from cluster.patient import begin, hold, hold_back
 from cluster.test_runs import SAME, actors, finish, in_process, require_whole, settings, start, wait_for_steps, weights
@@ -93,7 +94,7 @@ def test_a_killed_actor_of_every_kind_costs_time_and_nothing_else(in_process, be
         told[name] = told.get(name, []) + (CAME_BACK if kind == "engine-0" else ["lost", "recovered"])
         if kind == CONTROLLER:
             told["engine-0"] = told["engine-0"] + FOUND
-    output, _ = process.communicate(timeout=280)
+    output = output_of(process, run, 280)
     assert process.returncode == 0, output
     require_whole(run)
     # A rollout that is played again draws the same random numbers.
@@ -158,7 +159,7 @@ def test_a_node_that_is_lost_with_all_on_it_costs_time_and_nothing_else(in_proce
     assert any(name.startswith("engine-") for name in lost)
     two_workers.remove_node(node, allow_graceful=False)
     hold.unlink()
-    output, _ = process.communicate(timeout=400)
+    output = output_of(process, run, 400)
     assert process.returncode == 0, output
     require_whole(run)
     assert weights(run) == weights(in_process)

@@ -9,9 +9,13 @@ import pytest
 from cluster import hosted
 
 from penstock import errors
+from penstock.cluster.host import pack_luggage
 from penstock.cluster.launcher import CPUActorLauncher
+from penstock.cluster.member import ActorGone, Member, Part
 from penstock.cluster.placement import RayPlacement
+from penstock.cluster.wire import PackedGroup
 from penstock.ports import Description
+from penstock.resources import CPUResourcesConfig
 from penstock.rollout import RolloutState, Unjudged, Verdict, new_rollout
 
 SMALL = 100 << 20
@@ -100,5 +104,33 @@ def test_a_judger_whose_actor_dies_is_asked_again_elsewhere(placement):
         dead = await remote.judge(answer("die"))
         assert isinstance(dead, Unjudged)  # it killed the second one too
         assert isinstance(await remote.judge(answer("abc")), Verdict)
+
+    asyncio.run(run())
+
+
+def test_who_is_asked_again_after_a_while_may_be_another_actor(session, monkeypatch):
+    """An engine that died while the trainer worked, and was recovered meanwhile, is not taken for a dead one."""
+    monkeypatch.setattr("penstock.cluster.line.COLLECT_S", 0.2)
+    resources = CPUResourcesConfig(num_workers=1, num_cpus_per_worker=0.5, cpu_memory_per_worker=SMALL)
+    (member,) = CPUActorLauncher(session).launch("length", resources)
+    part = Part("length", pack_luggage(Description(name="length", port="judger", build=hosted.Length), {}))
+
+    async def another(member: Member, than: str) -> None:
+        while True:
+            try:
+                if (await member.identify()).incarnation != than:
+                    return
+            except ActorGone:
+                pass
+            await asyncio.sleep(0.05)
+
+    async def run():
+        await member.call(part, "judge", PackedGroup([answer("abc")]))
+        before = await member.identify()
+        await asyncio.sleep(1.0)  # nothing is asked for longer than the line looks for answers
+        hosted.kill(before.pid)
+        async with asyncio.timeout(60):
+            await another(member, than=before.incarnation)
+        await member.call(part, "judge", PackedGroup([answer("abc")]))
 
     asyncio.run(run())

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cluster.conftest import leftovers
+from cluster.ending import output_of
 from cluster.hosted import kill
 from cluster.test_runs import actors, require_whole, settings, start, wait_for_steps, weights
 
@@ -56,7 +57,7 @@ def undisturbed(begin) -> Path:
 
 
 def finished(process: subprocess.Popen[str], run: Path, timeout_s: float = 280.0) -> Path:
-    output, _ = process.communicate(timeout=timeout_s)
+    output = output_of(process, run, timeout_s)
     assert process.returncode == 0, output
     return run
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 from cluster.conftest import leftovers
+from cluster.ending import output_of
 
 from penstock.cluster.session import connect
 from penstock.events import ActorLost, ActorRecovered
@@ -41,21 +42,26 @@ def start(model_cache, tmp_path_factory):
         process = subprocess.Popen(
             [sys.executable, "-m", "penstock.cli", *arguments, "--run-dir", "run"],
             cwd=directory,
-            env=os.environ | {"PENSTOCK_HOME": str(model_cache.parent)},
+            env=os.environ | {"PENSTOCK_HOME": str(model_cache.parent), "PYTHONFAULTHANDLER": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
+        processes.append(process)
         return process, directory / "run"
 
-    return start
+    processes: list[subprocess.Popen[str]] = []
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture(scope="session")
 def finish(start):
     def finish(*arguments: str) -> Path:
         process, run = start("train", "tiny-ray", *arguments)
-        output, _ = process.communicate(timeout=280)
+        output = output_of(process, run, 280)
         assert process.returncode == 0, output
         return run
 
@@ -125,7 +131,7 @@ def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> Non
 def test_what_does_not_fit_is_refused_before_anything_starts(start, cluster):
     too_large = settings("manager.tasks.0.agent_loop_config.num_cpus_per_actor=5")
     process, run = start("train", "tiny-ray", "--address", cluster.address, *too_large)
-    output, _ = process.communicate(timeout=60)
+    output = output_of(process, run, 60)
     assert process.returncode == 2
     assert "agent loop SingleTurnAgentLoop: a worker needs 5 CPU; the largest node, " in output
     assert not run.exists()
@@ -133,8 +139,8 @@ def test_what_does_not_fit_is_refused_before_anything_starts(start, cluster):
 
 
 def test_actors_without_a_cluster_are_refused(start):
-    process, _ = start("train", "tiny-ray")
-    output, _ = process.communicate(timeout=60)
+    process, run = start("train", "tiny-ray")
+    output = output_of(process, run, 60)
     assert process.returncode == 2
     assert "manager.tasks.0.agent_loop_config.num_ray_actors is 2; that needs Ray: give --address local" in output
 
