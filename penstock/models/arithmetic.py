@@ -2,7 +2,7 @@
 
 The same rule is right on no two kinds of CPU: bfloat16 is several times as fast as float32 with AMX, somewhat faster
 with AVX-512 that knows it, and emulated elsewhere, where it is slower unless memory is what a product waits for. int8
-(VNNI) is not tried: the logprobs it gives are not those that the trainer computes.
+(VNNI) is not tried: the logprobs it gives are not those that the trainer computes, by far (`benchmarks/int8.py`).
 """
 
 from __future__ import annotations

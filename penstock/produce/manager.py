@@ -27,6 +27,7 @@ import asyncio
 import enum
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 from penstock.errors import RunError
 from penstock.events import Nobody, Observer
@@ -300,10 +301,16 @@ class AgentLoopManager:
         """The step was refused: its groups wait again, in their old places."""
         await self._batches.give_back(train_step)
 
-    def resume(self, checkpoint_step: int, restored: Restored) -> None:
-        """Go on from what the buffer restored; then waits for `continue_produce`, or for the next colocated call."""
+    def resume(self, checkpoint_step: int, restored: Restored, saved: Mapping[str, Any] | None = None) -> None:
+        """Go on from what the buffer restored; then waits for `continue_produce`, or for the next colocated call.
+
+        Of the `saved` progress only the windows count, so that the next batch's metrics have what was produced for it
+        before; everything else is what the ledger says.
+        """
         for name, task in self.tasks.items():
             task.runtime.sampler.seek(restored.cursors.get(name, 0))
+        if saved is not None and saved["target_samples"].keys() == self.tasks.keys():
+            self.progress.load_state_dict(saved)
         # A task that the run has no more: what was trained of it is history.
         self.progress.restart(checkpoint_step, {name: restored.trained.get(name, 0) for name in self.tasks})
         self._production.model_step = checkpoint_step

@@ -72,6 +72,7 @@ class RLTrainer(abc.ABC):
             parts.checkpoints,
             parts.worker,
             parts.buffer,
+            parts.manager,
             self._summary,
             observers,
             run_dir=run_dir,
@@ -187,7 +188,7 @@ class RLTrainer(abc.ABC):
             return 0
         step = checkpoint.step
         # First: until then the files of the run that is resumed stay as they are.
-        metrics = await self._checkpointer.restore(checkpoint, self.parts.manager)
+        metrics = await self._checkpointer.restore(checkpoint)
         self._accepted = True
         await self._began(resumed_from=step)
         if step:

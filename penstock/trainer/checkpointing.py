@@ -33,8 +33,9 @@ LANE = "checkpoint"
 class RunCheckpointer:
     """The `Checkpointer` of a real run, and its way back.
 
-    A checkpoint has weights and optimiser, random numbers, the summary, the metrics of its step, the position of the
-    ledger, the checksums of the model it was made from and what it computes in; the groups are in the ledger.
+    A checkpoint has weights and optimiser, random numbers, the summary, the metrics of its step, what was counted since
+    the last batch, the position of the ledger, the checksums of the model it was made from and what it computes in; the
+    groups are in the ledger.
     Checkpoint 0 has no weights.
 
     They are written beside training, in the order in which they are due: an export is whole before a later checkpoint
@@ -46,6 +47,7 @@ class RunCheckpointer:
         store: CheckpointStore,
         worker: TrainWorker[TrainBatch],
         buffer: ReplayBuffer,
+        manager: AgentLoopManager,
         summary: SummarySink,
         observer: Observer,
         *,
@@ -60,6 +62,7 @@ class RunCheckpointer:
         self._store = store
         self._worker = worker
         self._buffer = buffer
+        self._manager = manager
         self._summary = summary
         self._observer = observer
         self._hf_dir = run_dir / "hf"
@@ -103,6 +106,7 @@ class RunCheckpointer:
         state = {
             "ledger_position": position,
             "rng": rng,
+            "progress": self._manager.progress.state_dict(),
             "summary": self._summary.plain(),
             "metrics": dict(metrics),
             "made_from": self._made_from,
@@ -143,7 +147,7 @@ class RunCheckpointer:
 
     # Going on.
 
-    async def restore(self, checkpoint: Checkpoint, manager: AgentLoopManager) -> Metrics:
+    async def restore(self, checkpoint: Checkpoint) -> Metrics:
         """Weights, optimiser and random numbers of the checkpoint, every group from the ledger.
 
         Returns the metrics of its step. Raises CheckpointError when it does not fit.
@@ -151,7 +155,7 @@ class RunCheckpointer:
         state, step = checkpoint.state, checkpoint.step
         if step:
             await self._worker.load(checkpoint.path)
-        rules = {name: task.runtime.stale_rule for name, task in manager.tasks.items()}
+        rules = {name: task.runtime.stale_rule for name, task in self._manager.tasks.items()}
         restored = self._buffer.restore(
             step,
             rules,
@@ -159,7 +163,7 @@ class RunCheckpointer:
             # Before the ledger goes back: a later checkpoint must not be the newest of a lineage that was left.
             accepted=lambda: self._store.abandon_after(step),
         )
-        manager.resume(step, restored)
+        self._manager.resume(step, restored, state.get("progress"))
         await asyncio.to_thread(self._remove_exports_after, step)
         restore_rng(checkpoint.tensors("rng"), state["rng"])
         self._summary.restart(state["summary"], step)

@@ -268,6 +268,18 @@ def test_progress_is_one_object_also_when_colocated() -> None:
     assert run_virtual(main()) == (True, {"task": 6}, 3)
 
 
+@pytest.mark.parametrize("same_tasks", [True, False])
+def test_a_resume_has_the_windows_of_the_checkpoint_and_the_counts_of_the_ledger(same_tasks: bool) -> None:
+    manager = ScriptedWorld([ScriptedTask(name="task")]).manager
+    before = ScriptedWorld([ScriptedTask(name="task" if same_tasks else "another")]).manager.progress
+    (window,) = before.windows.values()
+    window.produced_rollouts, window.produced_tokens = 8, 80
+    before.consumed_samples = dict.fromkeys(before.consumed_samples, 5)
+    manager.resume(2, Restored(cursors={"task": 7}, trained={"task": 4}, returned={}), before.state_dict())
+    assert manager.progress.consumed_samples == {"task": 4}
+    assert manager.progress.windows["task"].produced_tokens == (80 if same_tasks else 0)
+
+
 def test_the_first_step_after_a_resume_reports_only_its_own_discards_and_waste() -> None:
     def mostly(samples: list[RolloutState]) -> bool:
         return samples[0].draw % 2 == 0

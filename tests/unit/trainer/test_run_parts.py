@@ -197,6 +197,7 @@ def test_an_export_that_a_killed_process_still_owed_is_made_up_once(tmp_path: Pa
         CheckpointStore(tmp_path / "checkpoints"),
         Exporter(),  # type: ignore[arg-type]
         ReplayBuffer(),
+        AgentLoopManager([], engine=None, buffer=ReplayBuffer()),
         SummarySink(),
         told,
         run_dir=tmp_path,
@@ -219,6 +220,7 @@ def test_an_export_of_a_lineage_that_was_left_is_not_taken_for_one_of_the_run(tm
         store,
         worker,  # type: ignore[arg-type]
         buffer,
+        AgentLoopManager([], engine=None, buffer=buffer),
         summary,
         Told(),
         run_dir=tmp_path,
@@ -229,8 +231,7 @@ def test_an_export_of_a_lineage_that_was_left_is_not_taken_for_one_of_the_run(tm
     rng_tensors, rng = rng_state()
     state = {"ledger_position": buffer.position, "rng": rng, "summary": summary.plain(), "metrics": {}}
     asyncio.run(store.save(4, tensors={"rng": rng_tensors}, state=state, config={}))
-    manager = AgentLoopManager([], engine=None, buffer=buffer)
-    asyncio.run(checkpointer.restore(store.newest(), manager))
+    asyncio.run(checkpointer.restore(store.newest()))
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["final", "step-2", "step-4", "step-best"]
 
 
