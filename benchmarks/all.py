@@ -22,7 +22,10 @@ from penstock.models.arithmetic import cpu_name
 HERE = Path(__file__).parent
 NOT_ALONE = {"all", "since"}
 """Needs another checkout, or is this file."""
+OWN_COMMANDS = {"correction", "int8", "lora"}
+"""Whole runs, or what does not change: only where they are named."""
 SMALLER: dict[str, str] = {
+    "cluster": "rollouts broadcast",
     "train_step": "--rounds 3 --only best",
 }
 """Arguments of those that take longer by themselves: `train_step` has more comparisons, see there."""
@@ -38,7 +41,7 @@ QUICK: dict[str, str] = {
     "view": "--rollouts 50000",
     "weights": "--rounds 2",
 }
-TOO_LONG = {"checkpoint", "cluster", "correction", "int8", "lora", "pause", "quickstart"}
+TOO_LONG = {"checkpoint", "cluster", "pause", "quickstart"}
 """Not a part of --quick."""
 
 
@@ -70,7 +73,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("bench.json"))
     arguments = parser.parse_args()
     names = sorted(path.stem for path in HERE.glob("*.py") if path.stem not in NOT_ALONE)
-    every = [name for name in names if not (arguments.quick and name in TOO_LONG)]
+    left_out = OWN_COMMANDS | (TOO_LONG if arguments.quick else set())
+    every = [name for name in names if name not in left_out]
     chosen = arguments.only.split(",") if arguments.only else every
     unknown = [name for name in chosen if name not in names]
     if unknown:

@@ -202,11 +202,12 @@ def compare_ragged(field: Field, best: dict[str, str], work: Work, rounds: int, 
 
 def settled_round(field: Field, names: list[str], work: Work, results: Results) -> None:
     """One round of whoever has had the machine as it is now for a while: ours finds its number of threads first."""
+    same = work.fixed()
     for name in names:
         began = time.monotonic()
         while time.monotonic() - began < SETTLES_S:
             field.run(name, work.fixed())
-        results[name].append(field.run(name, work.fixed()))
+        results[name].append(field.run(name, same))
 
 
 def compare_contended(field: Field, best: dict[str, str], work: Work, rounds: int, shared: dict[str, Any]) -> None:

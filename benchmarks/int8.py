@@ -5,8 +5,8 @@ int8.mismatch_vs_bf16  how far an engine's logprobs are from the trainer's (k3, 
 int8.product_time      time of a decode step's products in torch's int8 (oneDNN, VNNI where the processor has it) over
                        that of the fastest way in which the engine computes them
 
-SmolLM2-135M, 8 prompts x 8 answers of 32 tokens, sampled in float32. int8 is what loses least: weights scaled by row,
-inputs by token, sums exact, the output embedding left as it is. The trainer's logprobs are float32.
+SmolLM2-135M, 8 prompts x 8 answers of 32 tokens, sampled in float32. int8 has weights scaled by row and inputs by
+token, exact sums, no care for outliers, and the output embedding left as it is. The trainer's logprobs are float32.
 
 python benchmarks/int8.py [--tokens 32]
 """
@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from penstock.data import AdditionConfig
 from penstock.models import load_tokenizer, resolve_model
 from penstock.models.arithmetic import cpu_name, work_of
+from penstock.models.bfloat16 import has_fast_products, keep_onednn_alive
+from penstock.models.bfloat16 import product as bfloat16_product
 from penstock.models.families import describe
 from penstock.models.load import load_causal_lm
 from penstock.models.packing import Packing, packing_for
@@ -78,8 +80,8 @@ def logprobs(model: Any, ids: Tensor, begin: list[int]) -> Tensor:
 
 
 def mismatch(of_engine: Tensor, of_trainer: Tensor) -> dict[str, float]:
-    """k3, and the distance of two logprobs of a token."""
-    apart = of_trainer.double() - of_engine.double()
+    """k3 over tokens that the trainer sampled, and the distance of two logprobs of a token."""
+    apart = of_engine.double() - of_trainer.double()
     return {
         "k3": float((apart.exp() - 1 - apart).mean()),
         "mean": float(apart.abs().mean()),
@@ -112,8 +114,7 @@ def product_seconds(model_dir: Path) -> dict[str, float]:
     ways = {"int8": _int8_way(shapes)}
     for dtype in (torch.float32, torch.bfloat16):
         packing = packing_for(dtype, (into for _, into in shapes))
-        if packing is not None:
-            ways[str(dtype)] = _packed_way(packing, dtype, shapes)
+        ways[str(dtype)] = _plain_way(dtype, shapes) if packing is None else _packed_way(packing, dtype, shapes)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, way in ways.items():
@@ -140,6 +141,17 @@ def _int8_way(shapes: list[tuple[int, int]]) -> Callable[[], None]:
     return run
 
 
+def _plain_way(dtype: torch.dtype, shapes: list[tuple[int, int]]) -> Callable[[], None]:
+    multiply = bfloat16_product if dtype == torch.bfloat16 and has_fast_products() else torch.mm
+    layers = [(torch.randn(ROWS, into).to(dtype), torch.randn(out, into).to(dtype)) for out, into in shapes]
+
+    def run() -> None:
+        for x, weight in layers:
+            multiply(x, weight.t())
+
+    return run
+
+
 def _packed_way(packing: Packing, dtype: torch.dtype, shapes: list[tuple[int, int]]) -> Callable[[], None]:
     layers = [
         (torch.randn(ROWS, into).to(dtype), packing.pack(torch.randn(out, into).to(dtype)), torch.empty(ROWS, out))
@@ -157,6 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     arguments = parser.parse_args()
+    keep_onednn_alive()
     torch.manual_seed(0)
     torch.set_num_threads(2)
     model_dir = resolve_model("smollm2-135m")

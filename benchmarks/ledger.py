@@ -456,19 +456,20 @@ def main() -> None:
         say("ledger.open_100k_s", seconds, "s", {"groups": asked.open_groups, "target": "< 5"})
         say("ledger.story_ms", story * 1e3, "ms", {"groups": asked.open_groups})
         after: list[dict[str, float]] = []
+        named = "1m" if asked.trained_groups == 1_000_000 else f"{asked.trained_groups // 1000}k"
         for trained in (asked.trained_groups // 10, asked.trained_groups):
             long = fresh()
             after.append(reopen(long, trained, asked.live_groups))
             detail = {"trained": trained, "live": asked.live_groups, "target": "<= 5"}
             detail |= {name: round(value, 3) for name, value in after[-1].items()}
             detail["file_mb"] = round((long / LEDGER_FILE).stat().st_size / 2**20)
-            name = "1m" if trained == asked.trained_groups else "tenth"
+            name = named if trained == asked.trained_groups else "tenth"
             say(f"ledger.open_{name}_s", after[-1]["open_s"], "s", detail)
         tenth, whole = after
         megabytes = {"mb": round(whole["resident_mb"], 1), "tenth_mb": round(tenth["resident_mb"], 1)}
-        say("ledger.open_1m_mb", whole["resident_mb"] / tenth["resident_mb"], "ratio", megabytes)
+        say(f"ledger.open_{named}_mb", whole["resident_mb"] / tenth["resident_mb"], "ratio", megabytes)
         milliseconds = {"ms": round(whole["step_ms"], 2), "tenth_ms": round(tenth["step_ms"], 2)}
-        say("ledger.step_1m", whole["step_ms"] / tenth["step_ms"], "ratio", milliseconds)
+        say(f"ledger.step_{named}", whole["step_ms"] / tenth["step_ms"], "ratio", milliseconds)
         if not asked.steps:
             return
         waited, seconds = step_wait(fresh(), asked.steps)

@@ -75,6 +75,12 @@ class Outbox:
         if line != self._line:
             self._line = line
             self._asking.fail(self._forgotten, but={ask.number for ask in self._waiting if isinstance(ask, Ask)})
+        return self.more(line, wake)
+
+    def more(self, line: str, wake: Callable[[], None]) -> list[Message]:
+        """As `attended`, of one who has waited: nothing, if the driver is on another line by now."""
+        if line != self._line:
+            return []
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._attended_at = self._loop.time()
         self._wake = wake

@@ -190,7 +190,7 @@ class _Connection:
             # What else this turn of the loop brings goes with it.
             await asyncio.sleep(0)
         if outbox is not None:
-            self._outgoing += outbox.attended(self._name, self._something.set)
+            self._outgoing += outbox.more(self._name, self._something.set)
         outgoing, self._outgoing = self._outgoing, []
         self.collected_at = loop.time()
         return outgoing

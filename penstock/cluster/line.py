@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import uuid
 import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import ray
@@ -55,30 +56,56 @@ class ActorGone(InfrastructureFailure):
         super().__init__(message, reason=reason)
 
 
-_lost: list[str] = []
-"""Why this process's cluster is gone; empty while it is there."""
+class Connection:
+    """Of this process to its cluster; whoever waits for somebody there is told when all of it is gone."""
+
+    def __init__(self) -> None:
+        self.lost = ""
+        """Why; empty while it is there."""
+        self._waiting: list[Callable[[str], None]] = []
+        self._lock = threading.Lock()
+
+    def when_lost(self, tell: Callable[[str], None]) -> Callable[[], None]:
+        """`tell` is called with the reason, in any thread. Returns what takes that back."""
+        with self._lock:
+            self._waiting.append(tell)
+            lost = self.lost
+        if lost:
+            tell(lost)
+        return lambda: self._forget(tell)
+
+    def lose(self, words: str) -> None:
+        """Nobody there answers any more: what is asked from now on fails at once. Of any thread."""
+        with self._lock:
+            self.lost, waiting = words, list(self._waiting)
+        for tell in waiting:
+            tell(words)
+
+    def _forget(self, tell: Callable[[str], None]) -> None:
+        with self._lock:
+            self._waiting = [other for other in self._waiting if other is not tell]
 
 
-def lose_cluster(words: str) -> None:
-    """Nobody there answers any more: what is asked from now on fails at once. Of any thread."""
-    _lost[:] = [words]
+_connection = Connection()
 
 
-def find_cluster() -> None:
-    """There is a new connection."""
-    _lost.clear()
+def new_connection() -> Connection:
+    """One at a time: what is asked from now on is asked over it."""
+    global _connection
+    _connection = Connection()
+    return _connection
 
 
-def cluster_is_lost() -> bool:
-    return bool(_lost)
+def connection() -> Connection:
+    return _connection
 
 
 async def answered(name: str, method: Any, *arguments: Any) -> Any:
     """What an actor's method returns. Raises ActorGone; no exception of Ray's goes further than this."""
     if not ray.is_initialized():
         raise ActorGone(f"actor {name} is gone: the connection to its cluster was closed")
-    if _lost:
-        raise ActorGone(f"actor {name} is gone: {_lost[0]}")
+    if _connection.lost:
+        raise ActorGone(f"actor {name} is gone: {_connection.lost}")
     ref = method.remote(*arguments)
     try:
         return await ref

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from penstock.cluster.host import CONTROL, marked
 from penstock.cluster.launcher import START_S, CPUActorLauncher
-from penstock.cluster.line import cluster_is_lost
+from penstock.cluster.line import connection
 from penstock.errors import InfrastructureFailure, RanksUnavailable, WeightSyncError
 from penstock.learn.batch import TrainBatch
 from penstock.learn.rank import RNG, Rank, RankSetup, StatePart
@@ -172,6 +174,9 @@ class ActorRank:
         self._where: Whereabouts | None = None
         self.death: str | None = None
         self._gone = asyncio.Event()
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why, when the whole cluster is gone."""
+        self._forget = connection().when_lost(functools.partial(_tell_loop, asyncio.get_running_loop(), self._lose))
         self._watching = asyncio.create_task(self._watch(), name=f"watch {name}")
 
     @property
@@ -203,8 +208,11 @@ class ActorRank:
 
     async def node_lives(self) -> bool:
         """A cluster knows that a node is gone before it says so of the actors there."""
+        if self._lost.done():
+            return False
         try:
-            nodes = await asyncio.wait_for(asyncio.to_thread(ray.nodes), NODES_KNOWN_S)
+            async with asyncio.timeout(NODES_KNOWN_S):
+                nodes = await _of_daemon_thread(ray.nodes)
         except TimeoutError:
             return True  # nobody says that it does not
         return any(node["Alive"] for node in nodes if node["NodeID"] == self.where.node)
@@ -231,12 +239,10 @@ class ActorRank:
     async def end(self) -> None:
         """It is gone when this returns. Raises RanksUnavailable when that is not to be found out."""
         await asyncio.to_thread(self._ranks.give_back, self._handle)
-        if cluster_is_lost():
-            self._watching.cancel()
-            return
         try:
             async with asyncio.timeout(END_S):
                 await self._gone.wait()
+            self._forget()
         except TimeoutError:
             self._watching.cancel()
             raise RanksUnavailable(
@@ -244,10 +250,30 @@ class ActorRank:
                 "resume when it is"
             ) from None
 
+    def _lose(self, words: str) -> None:
+        """With the whole cluster."""
+        if not self._lost.done():
+            self._lost.set_result(words)
+        self.death = self.death or words
+        self._gone.set()
+
+    async def _unless_lost(self, ref: Any) -> Any:
+        """What it answers; of a cluster that is gone nothing comes any more."""
+        asked = asyncio.ensure_future(_answer_of(ref))
+        try:
+            await asyncio.wait([asked, self._lost], return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                raise _failed(self._lost.result(), FailureReason.ACTOR_DIED)
+            return asked.result()
+        finally:
+            asked.cancel()
+
     async def _watch(self) -> None:
         while self.death is None:
             try:
-                await self._handle.live.remote()
+                await self._unless_lost(self._handle.live.remote())
+            except InfrastructureFailure:
+                return  # with the cluster
             except RayError as error:
                 self._note(error)
                 if self.death is None:
@@ -256,7 +282,7 @@ class ActorRank:
     async def _answer(self, ref: Any) -> Any:
         """Raises an error of Penstock's as itself, those of Ray's object store, InfrastructureFailure for all else."""
         try:
-            answer = await ref
+            answer = await self._unless_lost(ref)
         except asyncio.CancelledError:
             with contextlib.suppress(RayError):
                 ray.cancel(ref)
@@ -300,6 +326,8 @@ class ActorRanks:
         self._sent: tuple[Any, Any] = (None, None)
 
     async def launch(self, setups: Sequence[RankSetup]) -> list[ActorRank]:
+        if connection().lost:
+            raise RanksUnavailable(connection().lost)
         started: list[ActorRank] = []
         try:
             await asyncio.to_thread(self._place, len(setups))
@@ -355,6 +383,32 @@ class ActorRanks:
             missing = ", ".join(rank.name for rank in started if rank._where is None)
             words = f"{missing} did not start within {START_S:g} s: their node has no room, or is gone"
             raise _failed(words, FailureReason.ENGINE_START) from None
+
+
+async def _answer_of(ref: Any) -> Any:
+    return await ref
+
+
+def _tell_loop(loop: asyncio.AbstractEventLoop, tell: Callable[[str], None], words: str) -> None:
+    with contextlib.suppress(RuntimeError):  # it is closed
+        loop.call_soon_threadsafe(tell, words)
+
+
+async def _of_daemon_thread(ask: Callable[[], T]) -> T:
+    """As `asyncio.to_thread`, of what may never return: the process does not wait for it at its end."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def settle(found: T) -> None:
+        if not answer.done():
+            answer.set_result(found)
+
+    def run() -> None:
+        with contextlib.suppress(Exception):  # whoever waits has a deadline
+            loop.call_soon_threadsafe(settle, ask())
+
+    threading.Thread(target=run, name="ask the cluster", daemon=True).start()
+    return await answer
 
 
 def _failed(words: str, reason: FailureReason) -> InfrastructureFailure:

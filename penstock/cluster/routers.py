@@ -20,6 +20,8 @@ from penstock.cluster.member import ActorGone, Member, Part
 WAIT_S = 120.0
 """How long a call waits for an actor when all are lost. Ray starts one again in seconds, on another node in tens."""
 PROBE_S = 0.25
+RENEWALS = 3
+"""Of the patience of a call: what it asks for may be what kills the actor."""
 
 
 class Router:
@@ -153,16 +155,18 @@ class OneActor:
 
 
 class Patience:
-    """Of one call: so long from a loss on, and anew for one that comes after that."""
+    """Of one call: so long from a loss on, and anew for one that comes after that, some times."""
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
         self._ends = -math.inf
+        self._left = RENEWALS
 
     def now(self) -> float:
         """Something was lost: until when it is waited for."""
         lost_at = asyncio.get_running_loop().time()
-        if lost_at > self._ends:
+        if lost_at > self._ends and self._left:
+            self._left -= 1
             self._ends = lost_at + self._wait_s
         return self._ends
 

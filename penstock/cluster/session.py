@@ -15,7 +15,10 @@ that its network is trusted.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import errno
+import functools
 import logging
 import os
 import secrets
@@ -33,7 +36,7 @@ import ray
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.services import canonicalize_bootstrap_address
 
-from penstock.cluster.line import cluster_is_lost, find_cluster, lose_cluster
+from penstock.cluster.line import new_connection
 from penstock.cluster.resources import NodeResources
 from penstock.environment import child_environment, environment_replaced
 from penstock.errors import ConfigError, RunError
@@ -49,10 +52,12 @@ LOCAL, AUTO = "local", "auto"
 CONNECT_S = 5.0
 GONE_S = 15.0
 """How long what was killed may take to be gone from Ray's tables."""
-LOOK_S, LOOKS = 2.0, 10
-"""How often it is looked whether the cluster is there, and how often in a row it must not be. Shorter than the minute
-after which Ray ends a process that lost its cluster, longer than one that is restarted in its place takes."""
-SHUT_DOWN_S = 5.0
+LOOK_S, LOOKS, LOST_S = 2.0, 3, 20.0
+"""How often it is looked whether the cluster is there; it is lost when it was not so often in a row, for so long. That
+is shorter than the minute after which Ray ends a process that lost its cluster."""
+NOT_ASKED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""This machine could not look: that says nothing of the cluster."""
+SHUT_DOWN_S, LOST_SHUT_DOWN_S = 30.0, 5.0
 OBJECT_STORE = 4 << 30
 """Of a Ray that is started here, at most. Records are small and weights go another way; what is kept for train ranks is
 large. It takes memory when it is used."""
@@ -65,16 +70,14 @@ class Session:
 
     def __init__(self, *, namespace: str, directory: Path | None) -> None:
         self.namespace = namespace
+        self.connection = new_connection()
         self._closing = threading.Event()
-        self._lost = ""
-        self._tell_of_loss: list[Callable[[str], None]] = []
         self._directory = directory
         """Of a Ray that was started here."""
         self._actors: list[Any] = []
         self._groups: list[Any] = []
         self._owning = threading.Lock()
         self._closed = False
-        find_cluster()
         address = str(ray.get_runtime_context().gcs_address)
         threading.Thread(target=self._look, args=(address,), name="look for the cluster", daemon=True).start()
 
@@ -84,31 +87,22 @@ class Session:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def when_lost(self, tell: Callable[[str], None]) -> None:
-        """`tell` is called with the reason, in any thread, when the cluster itself is gone."""
-        with self._owning:
-            self._tell_of_loss.append(tell)
-            lost = self._lost
-        if lost:
-            tell(lost)
-
     def _look(self, address: str) -> None:
         """Ray waits for a cluster that is gone for a minute, and then ends the process without a word."""
         host, _, port = address.rpartition(":")
-        failed = 0
-        while failed < LOOKS and not self._closing.wait(LOOK_S):
+        there, failed = time.monotonic(), 0
+        while not self._closing.wait(LOOK_S):
             try:
                 socket.create_connection((host, int(port)), timeout=LOOK_S).close()
-                failed = 0
-            except OSError:
+                there, failed = time.monotonic(), 0
+            except OSError as error:
+                if error.errno in NOT_ASKED:
+                    there = time.monotonic()
+                    continue
                 failed += 1
-        if failed == LOOKS:
-            words = f"nothing has answered at {address} for {LOOKS * LOOK_S:g} s: the Ray cluster is gone"
-            lose_cluster(words)
-            with self._owning:
-                self._lost, waiting = words, list(self._tell_of_loss)
-            for tell in waiting:
-                tell(words)
+                if failed >= LOOKS and time.monotonic() - there > LOST_S and not self._closing.is_set():
+                    self.connection.lose(f"nothing has answered at {address} for {LOST_S:g} s: the Ray cluster is gone")
+                    return
 
     def nodes(self) -> list[NodeResources]:
         """Those that are alive, with what they have and what is free now; in the order of their ids."""
@@ -137,14 +131,15 @@ class Session:
         with self._owning:
             self._actors = [other for other in self._actors if other is not actor]
             self._groups = [other for other in self._groups if other is not group]
-        if cluster_is_lost():
+        if self.connection.lost:
             return
         if actor is not None:
             with contextlib.suppress(Exception):
                 ray.kill(actor, no_restart=True)
         if group is not None:
+            remove = functools.partial(ray.util.remove_placement_group, group)
             with contextlib.suppress(Exception):
-                ray.util.remove_placement_group(group)
+                self._in_time(remove, GONE_S, "a placement group was not removed")
 
     def close(self) -> None:
         """End what is this run's and disconnect; a Ray that was started here is stopped. Idempotent."""
@@ -152,13 +147,51 @@ class Session:
             return
         self._closed = True
         try:
-            _in_time(self._end_all, GONE_S + SHUT_DOWN_S, "what is this run's was not ended")
+            self._in_time(self._end_all, GONE_S + LOST_S, "what is this run's was not ended")
         finally:
             self._closing.set()
-            _in_time(ray.shutdown, SHUT_DOWN_S, "the connection to Ray did not close", although_lost=True)
+            self._shut_down()
             if self._directory is not None:
                 shutil.rmtree(self._directory, ignore_errors=True)
             read_authentication_again()
+
+    def _shut_down(self) -> None:
+        ended = threading.Event()
+
+        def shut_down() -> None:
+            try:
+                ray.shutdown()
+            finally:
+                ended.set()
+
+        threading.Thread(target=shut_down, name="leave the cluster", daemon=True).start()
+        if not ended.wait(LOST_SHUT_DOWN_S if self.connection.lost else SHUT_DOWN_S):
+            logger.warning("the connection to Ray did not close")
+            atexit.unregister(ray.shutdown)  # it would be waited for again
+
+    def _in_time(self, work: Callable[[], None], seconds: float, otherwise: str) -> None:
+        """In a thread of its own: what asks a cluster that is gone, or does not answer, may never return. It is left
+        behind when that is known."""
+        done, errors = threading.Event(), list[Exception]()
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                errors.append(error)
+            done.set()
+
+        if self.connection.lost:
+            return
+        threading.Thread(target=run, name="ask the cluster", daemon=True).start()
+        forget = self.connection.when_lost(lambda words: done.set())
+        try:
+            if not done.wait(seconds):
+                logger.warning("%s within %g s", otherwise, seconds)
+        finally:
+            forget()
+        if errors:
+            raise errors[0]
 
     def _end_all(self) -> None:
         actors = {actor._actor_id.hex() for actor in self._actors}
@@ -298,27 +331,6 @@ def _wrong_token(address: str, error: Exception) -> ConfigError:
         f"the Ray cluster {address} does not take this token: {_first_line(error)} Give the token that it was started "
         "with: RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
     )
-
-
-def _in_time(work: Callable[[], None], seconds: float, otherwise: str, *, although_lost: bool = False) -> None:
-    """In a thread: what asks a cluster that is gone, or does not answer, may never return. Then it is left behind."""
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            work()
-        except Exception as error:
-            errors.append(error)
-
-    ending = threading.Thread(target=run, name="leave the cluster", daemon=True)
-    ending.start()
-    deadline = time.monotonic() + seconds
-    while ending.is_alive() and time.monotonic() < deadline and (although_lost or not cluster_is_lost()):
-        ending.join(0.05)
-    if errors:
-        raise errors[0]
-    if ending.is_alive() and not cluster_is_lost():
-        logger.warning("%s within %g s", otherwise, seconds)
 
 
 def _still_there(actors: set[str], groups: set[str]) -> list[str]:

@@ -64,8 +64,11 @@ class RaySite(LocalSite):
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(found.set_result, words)
 
-        self._session.when_lost(tell)
-        return await found
+        forget = self._session.connection.when_lost(tell)
+        try:
+            return await found
+        finally:
+            forget()
 
     def problems(self, config: RLTrainerConfig, *, trains: bool = True) -> Iterator[str]:
         """What does not fit, with the node that is closest to having room. Nothing is started for it."""

@@ -189,7 +189,7 @@ class _Told(torch.autograd.Function):
         if first:
             pace.begin()
         else:
-            pace.piece(len(hidden))
+            pace.piece(len(hidden), "there" if ctx.needs_input_grad[0] else "score")
         return hidden.view_as(hidden)
 
     @staticmethod

@@ -304,8 +304,8 @@ class AgentLoopManager:
     def resume(self, checkpoint_step: int, restored: Restored, saved: Mapping[str, Any] | None = None) -> None:
         """Go on from what the buffer restored; then waits for `continue_produce`, or for the next colocated call.
 
-        Of the `saved` progress only the windows count, so that the next batch's metrics have what was produced for it
-        before; everything else is what the ledger says.
+        Of the `saved` progress only the windows count: the next batch's metrics have what was produced for it before
+        the checkpoint. Everything else is what the ledger says.
         """
         for name, task in self.tasks.items():
             task.runtime.sampler.seek(restored.cursors.get(name, 0))

@@ -130,7 +130,7 @@ class RLTrainer(abc.ABC):
             try:
                 self._open_run_dir()
                 await control.open()
-                async with ends_with(self.parts.site):
+                async with ends_with(self.parts.site, "; resume the run when there is one again"):
                     await self._run()
                 self._end(error=None)
                 return self.summary

@@ -71,8 +71,9 @@ class Site(Protocol):
 
 
 @contextlib.asynccontextmanager
-async def ends_with(site: Site) -> AsyncIterator[None]:
-    """What is done within ends with RunError as soon as the site is lost, whatever it waits for."""
+async def ends_with(site: Site, then: str = "") -> AsyncIterator[None]:
+    """What is done within ends with RunError as soon as the site is lost, whatever it waits for. `then` is what can be
+    done about it."""
     main, reasons = asyncio.current_task(), list[str]()
     assert main is not None
 
@@ -83,11 +84,11 @@ async def ends_with(site: Site) -> AsyncIterator[None]:
     watching = asyncio.create_task(watch(), name="watch the site")
     try:
         yield
-    except asyncio.CancelledError:
-        if not reasons:
+    except (Exception, asyncio.CancelledError) as error:
+        # What it met meanwhile, it met for that reason. Somebody else may have cancelled it as well: that counts more.
+        if not reasons or main.uncancel() > 0:
             raise
-        main.uncancel()
-        raise RunError(f"{reasons[0]}; the run can be resumed when there is one again") from None
+        raise RunError(reasons[0] + then) from (error if isinstance(error, Exception) else None)
     finally:
         watching.cancel()
 

@@ -207,6 +207,13 @@ def test_what_the_driver_was_asked_before_it_lost_its_line_fails_at_once_and_the
         later = asyncio.create_task(outbox.call("home", "start", ()))
         await asyncio.sleep(0)
         (given,) = outbox.attended("second", lambda: None)
+        # Whoever waited on the old line until now, for nobody, takes nothing with it.
+        asked = asyncio.create_task(outbox.call("home", "end", ()))
+        await asyncio.sleep(0)
+        assert outbox.more("first", lambda: None) == []
+        (other,) = outbox.more("second", lambda: None)
+        outbox.take(Answer(other.number, answer_with(8)))
+        assert await asked == 8
         with pytest.raises(InfrastructureFailure, match="lost its connection"):
             await lost
         outbox.take(Answer(given.number, answer_with(7)))

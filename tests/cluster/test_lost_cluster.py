@@ -15,7 +15,7 @@ from cluster.patient import begin, hold, hold_back
 from cluster.test_runs import require_whole, settings, start, wait_for_steps, with_actors
 from ray.cluster_utils import Cluster
 
-from penstock.cluster.session import LOOK_S, LOOKS, read_authentication_again
+from penstock.cluster.session import LOST_S, read_authentication_again
 from penstock.environment import child_environment, environment_replaced
 
 __all__ = ["begin", "hold", "start"]  # fixtures
@@ -23,7 +23,6 @@ __all__ = ["begin", "hold", "start"]  # fixtures
 STEPS = 200
 SAME = [f"total_steps={STEPS}", "train_batch_size=4", "cpu_threads=1", "checkpoint_interval=5"]
 SAME += ["resources.train.num_workers=1", "eval_interval=1000", "evaluator.greedy=false", "evaluator.eval_sample_num=8"]
-FOUND_S = LOOK_S * LOOKS
 ENDS_S = 30.0
 """After the loss is found."""
 
@@ -49,19 +48,22 @@ def mortal():
             shutil.rmtree(directory, ignore_errors=True)
 
 
-@pytest.mark.parametrize("signals", [pytest.param(0, marks=pytest.mark.soak_tier), 1])
-def test_a_run_whose_cluster_is_gone_ends_with_a_word_and_can_be_resumed(begin, hold, mortal, signals):
-    process, run = begin("--address", mortal.address, *settings(*SAME, *with_actors(1)))
+@pytest.mark.parametrize(
+    ("ranks", "signals"), [pytest.param(1, 0, marks=pytest.mark.soak_tier), (1, 1), pytest.param(2, 0)]
+)
+def test_a_run_whose_cluster_is_gone_ends_with_a_word_and_can_be_resumed(begin, hold, mortal, ranks, signals):
+    parts = [*with_actors(1), f"resources.train.num_workers={ranks}"]
+    process, run = begin("--address", mortal.address, *settings(*SAME, *parts))
     wait_for_steps(process, run, 3)
     hold_back(process, hold)
     trained = (run / "metrics.jsonl").read_text().count("reward/mean")
     mortal.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
     for _ in range(signals):
         process.send_signal(signal.SIGINT)
-    output = output_of(process, run, FOUND_S + ENDS_S)
+    output = output_of(process, run, LOST_S + ENDS_S)
     assert process.returncode == 1, output
     assert "the Ray cluster is gone" in output
-    there = ["--address", "local", *settings(*SAME, *with_actors(1), f"total_steps={trained + 2}")]
+    there = ["--address", "local", *settings(*SAME, *parts, f"total_steps={trained + 2}")]
     output = output_of(*begin(*there, "--resume", directory=run.parent), 120)
     require_whole(run, trained + 2)
 
@@ -76,5 +78,6 @@ def test_a_run_whose_cluster_goes_after_its_last_step_ends_as_well(begin, mortal
         assert time.monotonic() < deadline
         time.sleep(0.002)
     mortal.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
-    output_of(process, run, FOUND_S + ENDS_S)
+    output = output_of(process, run, LOST_S + ENDS_S)
+    assert process.returncode == 0, output
     require_whole(run, 3)

@@ -159,10 +159,9 @@ def test_what_others_did_while_it_rested_says_nothing() -> None:
     try:
         for _ in range(6):
             team.gather()
-            for _ in range(2):
-                machine.passes(WINDOW_S, others=0.0, own=2.0)
-                team.stepped(WINDOW_S, 64)
-                counts.add(wanted.count)
+            machine.passes(WINDOW_S, others=0.0, own=2.0)
+            team.stepped(WINDOW_S, 64)
+            counts.add(wanted.count)
             team.rest()
             machine.passes(10.0, others=2.0, own=0.0, waited=0.5)
     finally:
