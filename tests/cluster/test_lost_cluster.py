@@ -23,7 +23,7 @@ __all__ = ["begin", "hold", "start"]  # fixtures
 STEPS = 200
 SAME = [f"total_steps={STEPS}", "train_batch_size=4", "cpu_threads=1", "checkpoint_interval=5"]
 SAME += ["resources.train.num_workers=1", "eval_interval=1000", "evaluator.greedy=false", "evaluator.eval_sample_num=8"]
-ENDS_S = 30.0
+ENDS_S = 60.0
 """After the loss is found."""
 
 
@@ -40,7 +40,7 @@ def mortal():
     }
     with environment_replaced(variables):
         read_authentication_again()
-        nodes = Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False})
+        nodes = Cluster(initialize_head=True, head_node_args=NODE | {"memory": 8 << 30, "include_dashboard": False})
         try:
             yield nodes
         finally:
@@ -49,7 +49,7 @@ def mortal():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "signals"), [pytest.param(1, 0, marks=pytest.mark.soak_tier), (1, 1), pytest.param(2, 0)]
+    ("ranks", "signals"), [*(pytest.param(1, signals, marks=pytest.mark.soak_tier) for signals in (0, 1)), (2, 1)]
 )
 def test_a_run_whose_cluster_is_gone_ends_with_a_word_and_can_be_resumed(begin, hold, mortal, ranks, signals):
     parts = [*with_actors(1), f"resources.train.num_workers={ranks}"]
@@ -64,7 +64,7 @@ def test_a_run_whose_cluster_is_gone_ends_with_a_word_and_can_be_resumed(begin, 
     assert process.returncode == 1, output
     assert "the Ray cluster is gone" in output
     there = ["--address", "local", *settings(*SAME, *parts, f"total_steps={trained + 2}")]
-    output = output_of(*begin(*there, "--resume", directory=run.parent), 120)
+    output = output_of(*begin(*there, "--resume", directory=run.parent), 200)
     require_whole(run, trained + 2)
 
 
