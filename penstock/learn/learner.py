@@ -79,7 +79,7 @@ class Learner:
         self._total_steps = total_steps
         self._deterministic = deterministic
         # What other ranks use of the same cores is not taken from this one; on a GPU threads do not make the pace.
-        fixed = deterministic or self._peers.size > 1 or torch.device(config.device).type != "cpu"
+        fixed = deterministic or self._peers.size > 1 or not config.device.startswith("cpu")
         self._team = Team(ThreadCount.of(threads or torch.get_num_threads(), most_threads, fixed=fixed))
         self._objective = Objective(config)
         self._gradients = Gradients()
